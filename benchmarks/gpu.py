@@ -1,4 +1,4 @@
-"""Everything that needs an accelerator, in a quarter of an hour: tests, samples per second, memory, and a trace.
+"""Everything that needs an accelerator, in about a quarter of an hour: tests, samples per second, memory, a trace.
 
     python benchmarks/gpu.py
 
@@ -112,7 +112,7 @@ def trace(accelerator: str, file: Path) -> None:
                 self.profile.start()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == WARM_UP + TRACED:
+            if batch_idx == WARM_UP + TRACED - 1:
                 if accelerator != "cpu":
                     torch.accelerator.synchronize()
                 self.profile.stop()
@@ -264,6 +264,8 @@ def sharded(accelerator: str, workers: int, folder: Path) -> tuple[bool, str]:
             address = next(
                 (line.partition('server="')[2].partition('"')[0] for line in lines if 'server="' in line), ""
             )
+            if not address:
+                return False, f"`lightning-asgd serve` did not start: exit code {served.wait()}"
             threading.Thread(target=list, args=(lines,), daemon=True).start()  # so that it can write on
             os.environ[SECRET_ENV] = environment[SECRET_ENV]
             found = []

@@ -13,6 +13,8 @@ from pathlib import Path
 
 __all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_network", "this_process"]
 
+_DIGITS = 10  # of a process's number, at most
+
 
 def machine_and_pid(pid: int) -> str:
     """What the name of a process of this machine begins with."""
@@ -22,7 +24,7 @@ def machine_and_pid(pid: int) -> str:
 def pid_of(process: str) -> int:
     """The number in a process's name; 0 if there is none."""
     _, pid, *_ = [*process.split("/"), "", ""]
-    return int(pid) if pid.isdecimal() else 0
+    return int(pid) if pid.isdecimal() and len(pid) <= _DIGITS else 0  # any worker may have sent it
 
 
 def is_gone(process: str) -> bool:

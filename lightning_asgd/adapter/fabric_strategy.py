@@ -56,7 +56,7 @@ class _NoBackwardSync:
         self._strategy = strategy
 
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Have the backward after it send what backwards within it have accumulated."""
+        """Send nothing inside; the next backward sends the accumulated gradients."""
         member = self._strategy._member
         session = None if member is None else member.session
         return contextlib.nullcontext() if session is None or not enabled else session.accumulating()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -14,12 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_asgd.adapter import world
 from lightning_asgd.adapter.class_trees import become_global_zero
 from lightning_asgd.adapter.private_names import data_parallel_size, tensor_parallel_size
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.loop.fleet import end_idle_membership
 from lightning_asgd.loop.hosted_run import HostedRun, free_port
 from lightning_asgd.processes import supervisor
-from lightning_asgd.transports.addresses import LOOPBACK, local_address_towards
+from lightning_asgd.transports.addresses import LOOPBACK
 
 __all__ = ["Division", "IslandPlace", "size_of_islands"]
 
@@ -33,8 +34,10 @@ def size_of_islands(island: Any, inside: Any, devices: int) -> int:
     """How many devices of a machine with ``devices`` are one island, whose strategy is ``inside``."""
     if isinstance(island, int):
         return island
-    sizes: list[Any] = [getattr(inside, name.attribute, "auto") for name in (data_parallel_size, tensor_parallel_size)]
-    return devices if "auto" in sizes else math.prod(sizes)
+    data, tensor = (getattr(inside, name.attribute, "auto") for name in (data_parallel_size, tensor_parallel_size))
+    if tensor == "auto":
+        return devices
+    return int(tensor) * (1 if data == "auto" else int(data))  # as Lightning has them on one machine
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Division:
         self.run, self._size, self._environment, self._devices = run, size, environment, devices
         self.islands = num_nodes * len(devices) // size
         self._place: IslandPlace | None = None
+        self._turn = False  # whether the next island waits for this process
 
     @property
     def place(self) -> IslandPlace:
@@ -84,6 +88,9 @@ class Division:
 
     def enter(self, strategy: Any) -> None:
         """Have a strategy, and its Trainer, see the devices of this process's island only."""
+        end_idle_membership()
+        if world.is_ours():  # of an earlier Trainer with another strategy of this package
+            world.withdraw()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() != self._size:
             raise ConfigurationError(
                 f"Islands of {self._size} device(s) were asked for, and this process has a process group of "
@@ -102,11 +109,9 @@ class Division:
         if place.meeting[1]:
             return place
         if place.rank == 0:
-            main = self._environment.main_address
-            host = LOOPBACK if self.islands * self._size == len(self._devices) else local_address_towards(main)
-            self.run.tell(name, [host, free_port(host)])
-        host, port = self.run.ask(name, f"The first process of island {place.island}")
-        return IslandPlace(place.island, place.rank, place.size, (str(host), int(port)))
+            self.run.tell(name, free_port(LOOPBACK))  # all of them are on one machine
+        port = self.run.ask(name, f"The first process of island {place.island}")
+        return IslandPlace(place.island, place.rank, place.size, (LOOPBACK, int(port)))
 
     def speak(self) -> None:
         """Let only the main process log and warn, until the run says who does."""
@@ -120,9 +125,12 @@ class Division:
             return lambda: None
 
         def report(rank: int, pid: int, code: int) -> None:
-            island, others = rank // self._size, range(rank - rank % self._size, rank - rank % self._size + self._size)
+            island = rank // self._size
+            others = range(island * self._size, (island + 1) * self._size)
             overseer.excuse(*others)
             if code:
+                self.run.tell(_prepared(island), True)  # the next island may wait for it
+                overseer.terminate(*others)  # it may take long until they notice that one of them is lost
                 log.warning(
                     "Island %d is lost: its process %d ended with exit code %d. The other islands continue without it.",
                     *(island, pid, code),
@@ -135,13 +143,16 @@ class Division:
 
     def await_turn(self) -> None:
         """Wait for the island before this one to have prepared its data: the main process's island is the first."""
-        if self.place.island and self.place.rank == 0:
-            self.run.ask(f"island {self.place.island - 1} has prepared its data", f"Island {self.place.island - 1}")
+        self._turn = self.place.rank == 0
+        if self.place.island and self._turn:
+            before = self.place.island - 1
+            self.run.ask(_prepared(before), f"Island {before}, which prepares its data first,", self.run.patience_s)
 
     def pass_turn(self) -> None:
         """Let the next island begin."""
-        if self.place.rank == 0:
-            self.run.tell(f"island {self.place.island} has prepared its data", True)
+        if self._turn:
+            self._turn = False
+            self.run.tell(_prepared(self.place.island), True)
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
@@ -153,6 +164,10 @@ class Division:
             for name in _MEETING:
                 os.environ.pop(name, None)
             os.environ.update(before)
+
+
+def _prepared(island: int) -> str:
+    return f"island {island} has prepared its data"
 
 
 def _placed(environment: Any, place: IslandPlace) -> Any:
@@ -173,6 +188,10 @@ class _Placed:
 
     environment: Any
     place: IslandPlace
+
+    def __reduce__(self) -> Any:
+        return _placed, (self.environment, self.place)
+
     creates_processes_externally = True
 
     @property

@@ -112,8 +112,9 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                 )
             self.make_lightnings_launcher()
             return None
-        config = self.options.config
-        run = HostedRun(self._job.number, self.options.num_servers, self.options.transport, config.timeouts.start_s)
+        timeouts = self.options.config.timeouts
+        about = self.options.num_servers, self.options.transport
+        run = HostedRun(*about, timeouts.start_s, timeouts.collective_s)
         environment = mine.cluster_environment
         self._division = Division(run, size, environment, mine.parallel_devices, mine.num_nodes)
         launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
@@ -205,7 +206,14 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                 group.close()
             if self._division is not None:
                 self._division.run.end()
+                self._division.speak()
         super().teardown()  # type: ignore[misc]
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for the island's processes. The first call in a Trainer's run follows the preparation of its data."""
+        if self._division is not None:
+            self._division.pass_turn()
+        super().barrier(name, *args, **kwargs)  # type: ignore[misc]
 
     def go_offline(self) -> None:
         """Nothing: collectives are the island's."""
@@ -239,13 +247,17 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     @property
     def _restores_optimizers(self) -> bool:
-        """Whether a checkpoint holds optimizer states; the progress that an attaching island receives does not."""
-        return self._membership is None or self._membership.entry is None
+        """Whether a checkpoint holds optimizer states; the progress that an attaching island receives does not.
+
+        All islands of one Trainer resume together.
+        """
+        return self._division is not None or self._membership is None or self._membership.entry is None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this is the island that does; all of its processes together."""
         if self._membership is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            if self._division is None or self._division.is_first:
+                super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         if not self._membership.writes():
             return

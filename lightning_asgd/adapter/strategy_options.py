@@ -65,6 +65,11 @@ class StrategyOptions(JobOptions):
             positive_int("island", self.island)
         if self.server is None:
             self._check_run(f"island={self.island!r}")
+            if self.start_method != "popen":
+                raise ConfigurationError(
+                    f"start_method={self.start_method!r} was given with island={self.island!r}. Expected 'popen': the "
+                    "processes of one Trainer's islands are started as scripts."
+                )
         if self.config.compression is not None:
             raise ConfigurationError(
                 f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "

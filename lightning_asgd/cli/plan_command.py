@@ -18,6 +18,7 @@ from lightning_asgd.sizing import Job
 from lightning_asgd.validation import at_least, whole
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 __all__ = ["plan"]
@@ -77,10 +78,13 @@ def plan(
     """
     _check(locals())
     if (measured := None if module is None else _measured(module, batch_sizes or [], memory_gb)) is not None:
-        parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes, 1, measured.recommended
+        parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes / 4, 4, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
     job = _job(locals() | given)
-    return _print(job, given["batch_size"], measured, simulate, island, picture)
+    output = _print(job, given["batch_size"], measured, simulate, picture)
+    if island:
+        output.print(_memory_of_islands(given["parameters"], bytes_per_parameter, island))
+    return 0
 
 
 def _check(given: dict[str, Any]) -> None:
@@ -126,9 +130,7 @@ def _all_given(**numbers: Any) -> dict[str, Any]:
     return numbers
 
 
-def _print(
-    job: Job, batch_size: int, measured: _Measured | None, simulate: int, island: int, picture: Path | None
-) -> int:
+def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> Console:
     output = console()
     if measured is not None:
         output.print(_batches(measured, batch_size))
@@ -138,12 +140,10 @@ def _print(
     output.print(_answers(job, batch_size, simulated))
     output.print(_speeds(job, batch_size, simulated))
     output.print(_needs(job))
-    if island:
-        output.print(_memory_of_islands(job, island))
     if picture is not None:
         _draw(job, simulated, picture)
         output.print(f"picture: {picture}")
-    return 0
+    return output
 
 
 # ---------------------------------------------------------------------- a module that is measured
@@ -313,13 +313,12 @@ def _needs(job: Job) -> Table:
     )
 
 
-def _memory_of_islands(job: Job, devices: int) -> Table:
+def _memory_of_islands(mine: float, bytes_per_parameter: int, devices: int) -> Table:
     """What each device of an island needs, of the planned model and of others."""
-    title = f"Memory per device, an island of {_of(devices, 'device')}, FSDP2 and Adam, float32, without activations"
+    title = f"Memory per device, an island of {_of(devices, 'device')}, FSDP2 and Adam, without activations"
     made = table(title, "parameters", "training", "exchanges", "with\noffload", "host", "host with\noffload")
-    mine = job.parameter_bytes / 4
     for parameters in sorted({mine, *_MODELS}):
-        need = sizing.island_memory(parameters, devices)
+        need = sizing.island_memory(parameters, devices, bytes_per_parameter=bytes_per_parameter)
         cells = (need.training, need.exchange, need.staged, need.host, need.host_offload)
         made.add_row(_short(parameters), *map(in_bytes, cells), style="bold" if parameters == mine else "")
     return made

@@ -28,6 +28,7 @@ __all__ = ["IslandFleet"]
 T = TypeVar("T")
 
 _POLL_S = 0.1  # for other islands to attach, or to leave
+_LOOK_S = 10.0  # for which the other processes wait for the first one, which waits for other islands
 _OVER = "over"  # noted by the island that hosts the run, once it has written its last file
 
 
@@ -132,38 +133,45 @@ class IslandFleet(ElasticFleet):
 
     def begin_together(self) -> None:
         """In a job, wait for the other islands to attach."""
-        timeout_s, seen = self._job.start_timeout_s, set(self.board.living)
+        timeout_s, seen = self._config.timeouts.collective_s, set(self.board.living)
+        deadline = time.monotonic() + timeout_s
 
-        def wait() -> None:
-            deadline = time.monotonic() + timeout_s
-            while len(seen) < self._islands:
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"{len(seen)} of {self._islands} islands have attached within {timeout_s:g} s. Expected all. "
-                        "The output of their processes says what keeps them, or raise Timeouts(start_s=...)."
-                    )
-                self._pause()
-                seen.update(self.board.living)
+        def all_there() -> bool:
+            seen.update(self.board.living)
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{len(seen)} of {self._islands} islands have attached within {timeout_s:g} s. Expected all. The "
+                    "output of their processes says what keeps them, or raise Timeouts(collective_s=...)."
+                )
+            return len(seen) >= self._islands
 
-        self._share(wait)
+        self._wait_until(all_there)
 
     def _end_together(self) -> None:
         """Wait for all islands. The chief of the job has written its last file then."""
 
-        def wait() -> None:
-            first = self.attachment.bootstraps
-            if first:
-                self.client.note(_OVER, True)
-            while len(self.board.living) > 1 if first else not self.client.note(_OVER):
-                self._pause()
+        def over() -> bool:
+            if not self.attachment.bootstraps:
+                return bool(self.client.note(_OVER))
+            self.client.note(_OVER, True)
+            return len(self.board.living) == 1
 
-        self._share(wait)
+        self._wait_until(over)
         self.adopt_checkpoints()
 
-    def _pause(self) -> None:
-        time.sleep(_POLL_S)
-        super().check_session()
-        super().begin_epoch()
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Look for news until the first process finds that something is ``done``, however long that takes."""
+
+        def look() -> bool:
+            until = time.monotonic() + _LOOK_S
+            while not (found := done()) and time.monotonic() < until:
+                time.sleep(_POLL_S)
+                super(IslandFleet, self).check_session()
+                super(IslandFleet, self).begin_epoch()
+            return found
+
+        while not self._share(look):
+            pass
 
     def fail(self, error: BaseException) -> None:
         """Report a failure of any process: the island ends with it."""

@@ -118,7 +118,7 @@ class AsyncSGD(LoopControls):
             raise ASGDError("This AsyncSGD is in use already. Expected one with block at a time.")
         if AsyncSGD._in_job is not None and not self._job.attaches:
             raise ASGDError(
-                "Another AsyncSGD of this process is in use in the same job. Expected one with block at a time. To "
+                "Another AsyncSGD of this process is in use in a job. Expected one with block at a time. To "
                 "train several modules together, put them into a torch.nn.ModuleDict, and give all their optimizers."
             )
         shell = Shell()

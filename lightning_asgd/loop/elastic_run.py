@@ -197,8 +197,8 @@ class ElasticFleet(Fleet):
     def refuse_another_layout(self) -> NoReturn:
         """Raise: workers of an elastic run do not synchronise, so they cannot agree on a layout."""
         raise ConfigurationError(
-            "Weights were replaced, or parameters unfrozen, during fit in an elastic run. Expected the same trainable "
-            "parameters from the first batch to the last: workers of an elastic run cannot agree on others."
+            "Weights were replaced, or parameters unfrozen, during training in an elastic run. Expected the same "
+            "trainable parameters from the first batch to the last: workers of an elastic run cannot agree on others."
         )
 
     def refuse_a_split(self, reason: str) -> NoReturn:

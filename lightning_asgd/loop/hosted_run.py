@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -23,6 +24,7 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 __all__ = ["HostedRun", "free_port"]
 
 _POLL_S = 0.1
+_runs = itertools.count()
 _STOP_S = 10.0
 _COMMAND = "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"
 
@@ -31,10 +33,10 @@ class HostedRun:
     """The run of one call of a Trainer. The job's main process starts ``lightning-asgd serve`` for it.
 
     Args:
-        number: of the strategy, equal in all processes of the job.
         num_servers: processes that share the weights.
         transport: as the program asked for it.
         start_timeout_s: seconds to wait for the main process and for the servers.
+        patience_s: seconds to wait for an island that prepares its data.
 
     Attributes:
         fits: whether the next call trains. Set before :meth:`begin`: else nothing is started.
@@ -42,19 +44,21 @@ class HostedRun:
         transport: how messages are sent, once a call has begun.
     """
 
-    def __init__(self, number: int, num_servers: int, transport: str, start_timeout_s: float) -> None:
+    def __init__(self, num_servers: int, transport: str, start_timeout_s: float, patience_s: float) -> None:
         self.fits = self.is_main = False
         self.transport = ""
-        self._number, self._num_servers, self._asked = number, num_servers, transport
-        self._start_timeout_s = start_timeout_s
+        self._number = next(_runs)  # equal in all processes of the job, which run the same program
+        self._num_servers, self._asked = num_servers, transport
+        self._start_timeout_s, self.patience_s = start_timeout_s, patience_s
         self._calls = 0
         self._address: tuple[str, int] | None = None
         self._served: tuple[str, int, str] | None = None  # where this process serves the run, and its name
         self._process: subprocess.Popen[bytes] | None = None
+        self._unmade: Callable[[], None] | None = None  # takes the job's secret for its own again
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {**vars(self), "_process": None}
+        return {**vars(self), "_process": None, "_unmade": None}
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous; in the main process, start the servers of a call that trains."""
@@ -63,16 +67,16 @@ class HostedRun:
             self._asked, one_machine=one_machine, say=say if is_main else None
         )
         kind.provide_secret(one_machine=one_machine)
-        job_secret.treat_as_given()  # the run's servers and their workers see a run of others
+        self._unmade = job_secret.treat_as_given()  # the run's servers and their workers see a run of others
         self._address = job_address.find_address(kind, place, is_main=is_main)
         self.is_main, self._calls = is_main, self._calls + 1
         if is_main and self.fits:
             spans = place.num_nodes > 1 or place.foreign
-            self._serve(resolve(self._address[0]) if spans else LOOPBACK)
+            self._serve(self._address[0] if spans else LOOPBACK)
 
     def _serve(self, host: str) -> None:
         overseer, run = supervisor.ensure_watch(), secrets.token_hex(4)
-        port = free_port(host)
+        port = free_port(resolve(host))
         options = {"host": host, "port": port, "run-id": run, "num-servers": self._num_servers}
         options["transport"] = self.transport
         environment = child_environment()
@@ -97,18 +101,27 @@ class HostedRun:
 
     def _await_servers(self, host: str, port: int) -> None:
         deadline = time.monotonic() + self._start_timeout_s
-        while not listens(host, port):
-            code = None if self._process is None else self._process.poll()
-            if code is not None or time.monotonic() > deadline:
-                what = f"ended with exit code {code}" if code is not None else f"is not at port {port} yet"
+        while True:
+            there, code = listens(host, port), None if self._process is None else self._process.poll()
+            if code is not None:
                 raise LaunchError(
-                    f"The servers of the islands' run did not start within {self._start_timeout_s:g} s: "
-                    f"`lightning-asgd serve` {what}. Expected it to start. Its output above says why."
+                    f"`lightning-asgd serve`, which the main process has started at {host}:{port} for its islands, "
+                    f"ended with exit code {code}. Expected it to serve. Its output above says why."
+                )
+            if there:
+                return
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"`lightning-asgd serve`, which the main process has started at {host}:{port} for its islands, did "
+                    f"not listen within {self._start_timeout_s:g} s. Expected it to. Raise Timeouts(start_s=...)."
                 )
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Stop the servers, if this process has started them."""
+        """The call is over: stop the servers, if this process has started them."""
+        if self._unmade is not None:
+            self._unmade()
+            self._unmade = None
         process, self._process, self._served = self._process, None, None
         if process is not None:
             process.terminate()

@@ -283,6 +283,7 @@ class LeasedPass:
                 if more and (batch is nothing or trainee.must_reload):
                     batches = iter(loader)
         except GeneratorExit:  # Python reports no error from here
-            trainee.abandon_pass()
+            if trainee.pass_token is token:  # else a later pass has begun meanwhile
+                trainee.abandon_pass()
             raise
         trainee.end_pass()

@@ -33,4 +33,5 @@ class WeightChanges:
             )
 
     def _counted(self) -> int:
-        return sum(parameter._version for parameter in self._module.parameters())
+        # Those of inference tensors, which nothing can train, are not counted.
+        return sum(p._version for p in self._module.parameters() if not p.is_inference())

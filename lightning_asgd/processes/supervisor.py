@@ -131,6 +131,12 @@ class Supervisor:
         """Ignore the exit codes of workers: the others continue without them, or this process has ended them."""
         self._excused.update(ranks or self._workers)
 
+    def terminate(self, *ranks: int) -> None:
+        """End workers that this process has started."""
+        for rank in ranks:
+            if rank in self._workers:
+                self._workers[rank].terminate()
+
     def failures(self) -> dict[int, int]:
         """Wait for the workers to end. Returns the exit codes of those that have failed without an excuse, by rank."""
         failed = exit_code.failures(self._workers)

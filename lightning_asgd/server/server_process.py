@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -119,10 +119,10 @@ def run_server(argv: list[str] | None = None) -> int:
         shut = False
         while not stopped and not shut and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
-            _tick(service)
+            _guarded(service.tick)
             if (settings.run or settings.watches) and time.monotonic() > looked_for_gone + _GONE_S:
                 looked_for_gone = time.monotonic()
-                _report_gone(service)
+                _guarded(lambda: _report_gone(service))
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
@@ -147,10 +147,10 @@ def run_server(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _tick(service: Service) -> None:
-    """Let a server do what is due; a fault in it ends no server, as a fault in a message does not."""
+def _guarded(due: Callable[[], None]) -> None:
+    """Do what is due; a fault in it ends no server, as a fault in a message does not."""
     try:
-        service.tick()
+        due()
     except Exception:
         log.exception("A server failed on what was due. This is a bug.")
 

@@ -8,6 +8,7 @@ import hmac
 import json
 import os
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.environment import SECRET_ENV
@@ -50,9 +51,10 @@ def given() -> str | None:
     return None if secret == os.environ.get(_OWN_ENV) else secret
 
 
-def treat_as_given() -> None:
-    """Treat the secret that this job has made like one that a user has set: the job hosts a run of its own."""
-    os.environ.pop(_OWN_ENV, None)
+def treat_as_given() -> Callable[[], None]:
+    """Treat the secret that this job has made like one that a user has set, until the returned function is called."""
+    own = os.environ.pop(_OWN_ENV, None)
+    return lambda: None if own is None else os.environ.__setitem__(_OWN_ENV, own)
 
 
 def seal(key: str, value: Any, secret: str | None) -> str:

@@ -14,8 +14,7 @@ device in short pieces.
 Written with the module's weights *x* (all sums element-wise):
 
 * :meth:`Replica.pack`: ``wire = x - base; base += wire``. That is what the servers hold next if no other worker pushes:
-the
-  same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
+  the same floating-point addition, and so the same bits. What it rounds away stays in *x* and is part of the next push.
 * :meth:`Replica.merge` of an answer *r*: ``x -= base - r; base = r``: steps taken since the push stay in *x* and are
   part of the next push (the *rebase* of asynchronous updates). The answer to a worker that trains alone is ``base``, so
   its weights do not move, down to the sign of a zero.
@@ -127,8 +126,7 @@ class Replica:
         self._near: Callable[..., AbstractContextManager[tuple[Span, Tensor]]]
         self._near = self._staged if self._offloads else nullcontext
         self._staging: dict[torch.dtype, Tensor] = {}  # where a piece of the base is while it is on the device
-        self.blocks = list(blocks)
-        self.wire: list[tuple[Tensor, ...]] = []
+        self.blocks, self.wire = list(blocks), list[tuple[Tensor, ...]]()
         self._base: list[tuple[Tensor, ...]] = []
         self._previous: list[tuple[Tensor, ...] | None] = []  # where the answer overwrites the update
         for server in range(layout.num_servers):
@@ -413,9 +411,11 @@ class Replica:
             self._staging[dtype] = torch.empty(longest, dtype=dtype, device=self.device)
         r.base = near = self._staging[dtype][: r.length]
         near.copy_(before, non_blocking=True)
-        yield r, near
-        far.copy_(near, non_blocking=True)
-        r.base = far
+        try:
+            yield r, near
+            far.copy_(near, non_blocking=True)
+        finally:  # the device may have run out of memory inside
+            r.base = far
 
     def _values(self, *, write: bool) -> Iterator[tuple[Span, Tensor]]:
         """Every span with the module's values in it, which are written back after each turn if ``write``."""

@@ -48,14 +48,16 @@ class GradientReplica(Replica):
             return
         with torch.no_grad():
             gradients = [_flat(place[key].grad) for place, key in self._places]
-            if isinstance(skipped, Tensor):
-                gradients = [None if g is None else torch.where(skipped.to(g.device) != 0, 0, g) for g in gradients]
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
                 for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):
                     gradient = gradients[tensor]
-                    if gradient is not None:
-                        part.add_(gradient[where])
+                    if gradient is None:
+                        continue
+                    mine = gradient[where]
+                    if isinstance(skipped, Tensor):
+                        mine = torch.where(skipped.to(mine.device) != 0, 0, mine)
+                    part.add_(mine)
 
     def _pack(self, r: Span, x: Tensor, before: Tensor) -> None:
         index = self._index[id(r)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.conformance.case import Case
@@ -11,6 +12,8 @@ __all__ = ["PAGE", "page"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
+# Written by tests.conformance.island_column.
+ISLANDS: dict[str, str] = json.loads(Path(__file__).with_name("islands.json").read_text())
 # Written by benchmarks/programs.py --page and benchmarks/streams.py --page.
 PROGRAMS = [ROOT / "benchmarks" / "libraries" / name for name in ("page.md", "streams.md")]
 ORDER = (
@@ -33,11 +36,16 @@ same names of metrics, the same files, a loss as low as DDP's; and the same bits
 The tables at its end show third-party libraries.
 
 **refused**: with an error that says why. **compared with DDP**: *yes*; *DDP fails* if DDP raises an error; *no* if DDP
-hangs or has no such feature.
+hangs or has no such feature. **in an island**: *equal* if two processes that are one [island](howto/islands.md)
+with DDP inside end with the loss of DDP to the bit, and with the same sync points, metrics and files
+(`python -m tests.conformance.island_column`).
 """
 MORE = {  # what has a test of its own
-    "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | yes | |"],
-    "Optimization": ['| `precision="16-mixed"` | not run yet | | GPUs only; on CPUs Lightning takes `"bf16-mixed"`. |'],
+    "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | yes | | |"],
+    "Optimization": [
+        '| `precision="16-mixed"` | works | | | GPUs only; on CPUs Lightning takes `"bf16-mixed"`. A worker trains as '
+        "Lightning alone, also where its `GradScaler` skips steps. Skipped steps push no gradient. |"
+    ],
 }
 LAUNCHERS = """## Launchers
 
@@ -54,7 +62,7 @@ Tested in `tests/lightning/`, each with real processes.
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
 | `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
-| CUDA devices | not run yet | no test machine has had one; `make gpu` runs what needs one |
+| CUDA devices | works | `make gpu`, on one H100 with torch 2.11; several GPUs in one job have not been run |
 | Apple's MPS | not run yet | in elastic runs (`server=...`) only; tested with a CPU in its place |
 | others (XPU, HPU, NPU) | not run yet | as an object of an `Accelerator` class; tested with a CPU in its place |
 """
@@ -67,7 +75,8 @@ def page() -> str:
         groups[case.group].append(case)
     parts = [HEAD]
     for group, cases in groups.items():
-        parts += [f"## {group}", "", "| feature | A-SGD | compared with DDP | note |", "|---|---|---|---|"]
+        heading = "| feature | A-SGD | compared with DDP | in an island | note |"
+        parts += [f"## {group}", "", heading, "|---|---|---|---|---|"]
         parts += [*(_row(case) for case in cases), *MORE.get(group, [])]
         parts.append("")
     return "\n".join([*parts, LAUNCHERS, *(file.read_text() for file in PROGRAMS)])
@@ -78,7 +87,8 @@ def _row(case: Case) -> str:
     note = case.note
     if case.refused:
         note = f"{note} Error: *{case.refused.replace(chr(92), '')}*"
-    return f"| {case.title} | {case.status} | {compared} | {note} |".replace("  |", " |")
+    island = ISLANDS.get(case.name, "")
+    return f"| {case.title} | {case.status} | {compared} | {island} | {note} |".replace("  |", " |")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 from lightning_asgd import ASGDStrategy
 from tests.conformance.lab import WORKERS, Lab, Record
 
-DDP, ASGD = "ddp", "asgd"
+DDP, ASGD, ISLAND = "ddp", "asgd", "island"
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Pair:
 
     Args:
         package: ``pytorch_lightning`` or ``lightning.pytorch``; imported here, so that it is imported once.
-        strategy: :data:`DDP` or :data:`ASGD`.
+        strategy: :data:`DDP`, :data:`ASGD`, or :data:`ISLAND`: all ranks are one island with DDP inside.
         workers: number of ranks.
         **options: of our strategy.
     """
@@ -150,4 +150,6 @@ class Pair:
     def _make_strategy(self, **ddp_options: Any) -> Any:
         if self.strategy == DDP:
             return self._pl.strategies.DDPStrategy(**ddp_options)
+        if self.strategy == ISLAND:
+            return ASGDStrategy(nsync=4, island=self._pl.strategies.DDPStrategy(**ddp_options), **self.options)
         return ASGDStrategy(nsync=4, **self.options)

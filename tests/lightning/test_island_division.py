@@ -53,7 +53,8 @@ class Prepared(Counting):
 
 for kind in kinds:
     island = 2 if kind == "DDP" else ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
-    strategy = ASGDStrategy(nsync=3, algorithm=ASGD("sum"), island=island)
+    if kind != "again":  # else the strategy of the Trainer before
+        strategy = ASGDStrategy(nsync=3, algorithm=ASGD("sum"), island=island)
     options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder / kind)
     trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=epochs, **options)
     net = Prepared(folder / f"{rank}.mark", sharded=kind == "FSDP2")
@@ -143,8 +144,10 @@ def test_two_islands_share_an_epoch_and_a_script_fits_twice(job: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_torchrun_starts_the_processes(job: Any) -> None:
-    started = job(2, "DDP", launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"))
-    check(started.results("DDP"), 2)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    started = job(2, "DDP", "again", launcher=launcher)
+    for kind in ("DDP", "again"):
+        check(started.results(kind), 2)
     assert not started.left
 
 
@@ -187,6 +190,7 @@ def test_the_size_of_islands() -> None:
         ({"island": True}, "island=True"),
         ({"island": 2, "data": "split"}, "data='split' was given with island=2"),
         ({"island": 2, "algorithm": DiLoCo()}, "DiLoCo was given with island=2. Expected an algorithm whose workers"),
+        ({"island": 2, "start_method": "spawn"}, "start_method='spawn' was given with island=2"),
         ({"island": 2, "min_workers": 2}, "min_workers was given with island=2"),
     ],
 )

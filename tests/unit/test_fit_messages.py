@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lightning_asgd.adapter.fit_messages import exchanges, rate_advice, start_line
-from lightning_asgd.algorithms import ASGD, EASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.fit_summary import FitSummary
 from lightning_asgd.protocol import WorkerMetrics
@@ -122,8 +121,16 @@ def test_eight_workers_are_listed_if_there_is_room() -> None:
 def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     adam, plain = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
-    assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, ASGD(), [plain, adam]))
-    assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, ASGD(), [adam]))
-    for workers, algorithm, optimizer in ((4, ASGD(), adam), (9, ASGD(), plain), (9, ASGD("sum"), adam)):
-        assert rate_advice(workers, algorithm, [optimizer]) is None
-    assert rate_advice(9, EASGD(), [adam]) is None
+    given = ExchangeConfig.create
+    assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, given(nsync=1), [plain, adam]))
+    assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, given(nsync=1), [adam]))
+    assert "9 workers that exchange every 10 steps may learn" in str(rate_advice(9, given(nsync=10), [plain]))
+    for workers, config, optimizer in (
+        (4, given(nsync=10), adam),
+        (4, given(nsync=10), plain),
+        (9, given(nsync=2), plain),
+        (9, given(nsync="auto"), plain),
+        (9, given(nsync=10, scale="sum"), adam),
+        (9, given(nsync=10, algorithm="easgd"), adam),
+    ):
+        assert rate_advice(workers, config, [optimizer]) is None
