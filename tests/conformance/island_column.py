@@ -32,7 +32,7 @@ def found(case: Case, pairs: dict[str, Pair], folder: Path) -> str:
     outcomes = {}
     for name, pair in pairs.items():
         where = folder / name
-        where.mkdir()
+        where.mkdir(parents=True)
         try:
             outcomes[name] = pair.run(case.run, where, DEADLINE_S)
         except TimeoutError:
@@ -41,8 +41,7 @@ def found(case: Case, pairs: dict[str, Pair], folder: Path) -> str:
     if theirs:
         return "DDP fails" if ours else "works, DDP fails"
     if ours:
-        what = ours.partition(": ")[2].splitlines()[0]
-        return f"refused: *{what[:120]}*" if "Expected" in ours else f"fails: *{what[:120]}*"
+        return "refused" if "Expected" in ours else f"fails: *{ours.splitlines()[0][:120]}*"
     expected, mine = facts(outcomes[DDP]), facts(outcomes[ISLAND])
     differing = [key for key in expected if expected[key] != mine.get(key)]
     return f"differs: {', '.join(differing)}" if differing else "equal"

@@ -13,9 +13,10 @@ from packaging.version import Version
 
 from tests.conformance.case import Case
 from tests.conformance.cases import CASES
+from tests.conformance.island_column import found
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
-from tests.conformance.page import PAGE, page
-from tests.conformance.pair import ASGD, DDP, Outcome, Pair
+from tests.conformance.page import ISLANDS, PAGE, page
+from tests.conformance.pair import ASGD, DDP, ISLAND, Outcome, Pair
 from tests.helpers import leaks
 
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
@@ -48,6 +49,7 @@ class Battery:
 
 
 def test_the_page_says_what_the_battery_shows() -> None:
+    assert set(ISLANDS) == {name for name, case in CASES.items() if case.ddp}
     assert PAGE.read_text() == page(), "docs/compatibility.md is old: run make compatibility"
 
 
@@ -98,6 +100,14 @@ def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path)
         assert not any(outcome.error for outcome in theirs), theirs[0].trace or theirs[1].trace
         if not case.refused:
             compare(case, facts(battery.run(case, package, ASGD, tmp_path)), facts(theirs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", [name for name in ISLANDS if ISLANDS[name] == "equal"])
+def test_an_island_ends_with_the_bits_of_ddp(name: str, battery: Battery, tmp_path: Path) -> None:
+    pairs = {strategy: battery.pair(PACKAGES[0], strategy) for strategy in (DDP, ISLAND)}
+    assert found(CASES[name], pairs, tmp_path) == "equal"
 
 
 def write(lab: Lab) -> None:
