@@ -9,7 +9,7 @@ its exchange. A step takes 10 ms. Links have 1 Gbit/s and 0.1 ms, and all client
 paper's; so a small nsync costs mini-batches.
 
 Every run lasts as many virtual seconds. A warm run begins with the weights of a single client after 30 % of that time.
-Figures are medians of the seeds. The same seeds give the same figures.
+Figures are medians of the seeds. On one machine the same seeds give the same figures.
 
 The paper's claims, each of which the program answers with yes, no or in part, and the figures:
 
