@@ -30,7 +30,7 @@ ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
 _ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
 _MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
-_SELDOM = 5  # steps between two exchanges from which so many workers learn more slowly with SGD
+_SELDOM = 5  # steps between two exchanges from which that many workers learn more slowly with SGD
 
 
 class FitMessages:

@@ -34,4 +34,5 @@ class WeightChanges:
 
     def _counted(self) -> int:
         # Those of inference tensors, which nothing can train, are not counted.
-        return sum(p._version for p in self._module.parameters() if not p.is_inference())
+        counted = (each for each in self._module.parameters() if not each.is_inference())
+        return sum(parameter._version for parameter in counted)

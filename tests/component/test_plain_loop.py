@@ -660,7 +660,10 @@ def test_a_run_refuses_parameters_that_are_unfrozen(elastic: Run) -> None:
                 optimizer.step()
             model[1].requires_grad_(requires_grad=True)
 
-    with pytest.raises(ConfigurationError, match=r"parameters unfrozen, during fit in an elastic run\. Expected"), asgd:
+    with (
+        pytest.raises(ConfigurationError, match=r"parameters unfrozen, during training in an elastic run\. Expected"),
+        asgd,
+    ):
         train()
 
 

@@ -145,11 +145,14 @@ def test_one_worker_trains_as_lightning_does(tmp_path: Path, start: Any, acceler
 def train_downpour(folder: Path, accelerator: str, optimizer: str) -> None:
     to_file(folder / "downpour.log")
     torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
     module = Model(optimizer, SKIPPED)
-    strategy = ASGDStrategy(2, algorithm=Downpour())
+    strategy = ASGDStrategy(2, algorithm=Downpour(), overlap=False)  # else it depends on how late answers are
     how = precise(accelerator, "16-mixed")
+    data = loader(batch_size=256).dataset[:]
+    before = float(module.loss(data))
     trainer(folder, strategy, devices=1, accelerator=accelerator, max_epochs=3, **how).fit(module, loader())
-    torch.save({"loss": float(module.cpu().loss(loader(batch_size=256).dataset[:]))}, folder / "downpour.pt")
+    torch.save({"before": before, "loss": float(module.cpu().loss(data))}, folder / "downpour.pt")
 
 
 @pytest.mark.timeout(100)
@@ -160,7 +163,8 @@ def test_a_step_that_is_skipped_pushes_no_gradient(
 ) -> None:
     finish(start(train_downpour, accelerator, optimizer), tmp_path / "downpour.log")
     assert "rejected" not in (tmp_path / "downpour.log").read_text()
-    assert torch.load(tmp_path / "downpour.pt")["loss"] < 0.2
+    found = torch.load(tmp_path / "downpour.pt")
+    assert found["loss"] < found["before"] / 10  # without any push they would be equal
 
 
 # ---------------------------------------------------------------------- elastic runs
