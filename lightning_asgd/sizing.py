@@ -237,14 +237,14 @@ class IslandMemory:
     Attributes:
         training: weights, gradients and the optimizer's state, on the device.
         exchange: what exchanges need on the device.
-        staged: the same with ``offload``.
+        exchange_offload: the same with ``offload``.
         host: what exchanges need of the host's memory.
         host_offload: the same with ``offload``.
     """
 
     training: float
     exchange: float
-    staged: float
+    exchange_offload: float
     host: float
     host_offload: float
 
@@ -266,7 +266,7 @@ def island_memory(
     return IslandMemory(
         training=(2 + state_vectors) * vector,
         exchange=2 * vector,  # the base, and the weights that arrive until they are merged
-        staged=min(STAGED_BYTES, 2 * vector),
+        exchange_offload=min(STAGED_BYTES, 2 * vector),
         host=2 * vector,  # the update, and the weights that arrive
         host_offload=3 * vector,
     )

@@ -189,10 +189,10 @@ class _Placed:
     environment: Any
     place: IslandPlace
 
+    creates_processes_externally = True
+
     def __reduce__(self) -> Any:
         return _placed, (self.environment, self.place)
-
-    creates_processes_externally = True
 
     @property
     def main_address(self) -> str:

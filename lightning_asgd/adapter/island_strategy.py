@@ -165,8 +165,6 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
         A strategy that shards loads a checkpoint afterwards. Its weights go to the servers, or are replaced by theirs.
         """
-        if self._division is not None:
-            self._division.pass_turn()
         super().setup(trainer)  # type: ignore[misc]
         if self._membership is None or self._group is None:
             return

@@ -319,7 +319,7 @@ def _memory_of_islands(mine: float, bytes_per_parameter: int, devices: int) -> T
     made = table(title, "parameters", "training", "exchanges", "with\noffload", "host", "host with\noffload")
     for parameters in sorted({mine, *_MODELS}):
         need = sizing.island_memory(parameters, devices, bytes_per_parameter=bytes_per_parameter)
-        cells = (need.training, need.exchange, need.staged, need.host, need.host_offload)
+        cells = (need.training, need.exchange, need.exchange_offload, need.host, need.host_offload)
         made.add_row(_short(parameters), *map(in_bytes, cells), style="bold" if parameters == mine else "")
     return made
 

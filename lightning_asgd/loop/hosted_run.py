@@ -54,11 +54,11 @@ class HostedRun:
         self._address: tuple[str, int] | None = None
         self._served: tuple[str, int, str] | None = None  # where this process serves the run, and its name
         self._process: subprocess.Popen[bytes] | None = None
-        self._unmade: Callable[[], None] | None = None  # takes the job's secret for its own again
+        self._restore_secret: Callable[[], None] | None = None  # takes the job's secret for its own again
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        return {**vars(self), "_process": None, "_unmade": None}
+        return {**vars(self), "_process": None, "_restore_secret": None}
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous; in the main process, start the servers of a call that trains."""
@@ -67,7 +67,7 @@ class HostedRun:
             self._asked, one_machine=one_machine, say=say if is_main else None
         )
         kind.provide_secret(one_machine=one_machine)
-        self._unmade = job_secret.treat_as_given()  # the run's servers and their workers see a run of others
+        self._restore_secret = job_secret.treat_as_given()  # the run's servers and their workers see a run of others
         self._address = job_address.find_address(kind, place, is_main=is_main)
         self.is_main, self._calls = is_main, self._calls + 1
         if is_main and self.fits:
@@ -119,9 +119,9 @@ class HostedRun:
 
     def end(self) -> None:
         """The call is over: stop the servers, if this process has started them."""
-        if self._unmade is not None:
-            self._unmade()
-            self._unmade = None
+        if self._restore_secret is not None:
+            self._restore_secret()
+            self._restore_secret = None
         process, self._process, self._served = self._process, None, None
         if process is not None:
             process.terminate()

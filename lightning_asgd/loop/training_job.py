@@ -82,7 +82,7 @@ class TrainingJob:
     Attributes:
         num_servers: servers to start.
         start_timeout_s: seconds to wait for servers and workers.
-        hot_standby: whether to keep a standby server, which replaces one that dies.
+        hot_standby: whether to keep a standby server ready, so that a dead server is replaced at once.
         may_move: whether another worker may host the servers if worker 0 is lost.
         snapshot_every_s: seconds between two snapshots for that one; 0 for none.
         asked: for the transport, by its name or ``"auto"``.

@@ -52,7 +52,7 @@ def given() -> str | None:
 
 
 def treat_as_given() -> Callable[[], None]:
-    """Treat the secret that this job has made like one that a user has set, until the returned function is called."""
+    """Make :func:`given` return the job's own secret, too. Calling the returned function undoes this."""
     own = os.environ.pop(_OWN_ENV, None)
     return lambda: None if own is None else os.environ.__setitem__(_OWN_ENV, own)
 

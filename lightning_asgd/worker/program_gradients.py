@@ -79,7 +79,7 @@ class ProgramGradients(LayerGradients):
         if not self._delay:
             if self._now is not None:
                 raise ASGDError(
-                    "An optimizer steps within a backward pass, or after one that has raised an exception. Expected "
+                    "An optimizer stepped during a backward pass, or after one that raised an exception. Expected "
                     "the step after backward(), and the program to end with the exception: with LayerWise, other "
                     "workers wait for all gradients of that pass."
                 )

@@ -308,6 +308,6 @@ def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, main
     assert mine["tokens"] == pytest.approx(by_tokens(), abs=1e-6)
     assert mine["period"] == 4
     assert mine["within"].startswith("Parameters were unfrozen on workers [1], not on [0]. Expected the same on all")
-    assert mine["step"].startswith("An optimizer steps within a backward pass, or after one that has raised")
+    assert mine["step"].startswith("An optimizer stepped during a backward pass, or after one that raised")
     assert mine["rest"] == [3.0] * 62
     assert mine == theirs
