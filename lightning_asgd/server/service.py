@@ -234,8 +234,7 @@ class Service:
         session = self._heard(message.session, message.worker)
         if message.push:
             session.members.check(message.worker)
-        if whole is None:
-            session.have_weights.add(message.worker)
+        session.have_weights.add(message.worker)
         if self.state.recovery.phase.lost and whole is None:
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
@@ -251,6 +250,8 @@ class Service:
     def _exchange_in_parts(self, message: Exchange | ExchangePart) -> Any:
         """An island's exchange, or a part of it: it takes place once everything has arrived."""
         session = self._heard(message.session, message.worker)
+        if self.state.recovery.phase.lost:
+            return self._pending.add(message)
         future = session.islands.take(message, lambda whole: self._exchange(whole.message, whole))
         return future.value() if future.done() else future
 
@@ -291,7 +292,7 @@ class Service:
         if recovery.phase is not RecoveryPhase.COLLECTING:
             raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
         session.have_weights.add(message.worker)
-        recovery.add(message)
+        recovery.add(session.islands.filled(message))
         future = self._pending.add(replace(message, shards=()))
         self._recover(session)
         return future.value() if future.done() else future
@@ -350,7 +351,7 @@ class Service:
 
     def _reject_waiting(self) -> None:
         """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
-        waiting = self._pending.of(Attach, Exchange)
+        waiting = self._pending.of(Attach, Exchange, ExchangePart)
         if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
             return
         if not self.state.recovery.replaces:  # it only knows by hearsay of workers that are gone
@@ -367,7 +368,8 @@ class Service:
         self._complete(session.members_changed())
         self._complete(self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up))
         if members.aborted:
-            for request in self._pending.of(Exchange, LayerGradient, LeaseRequest, StateReport, ReplayDone):
+            waiting = Exchange, ExchangePart, LayerGradient, LeaseRequest, StateReport, ReplayDone
+            for request in self._pending.of(*waiting):
                 self._pending.complete(request, WorkerLostError(members.aborted))
         self._recover(session)
 
@@ -388,7 +390,7 @@ class Service:
 
     def _handle_deferred(self) -> None:
         """Take the pushes that arrived before the state was restored."""
-        for message in self._pending.of(Exchange):
+        for message in self._pending.of(Exchange, ExchangePart):
             if message not in self._pending:
                 continue  # one before it ended the session
             future = self._pending.take(message)
