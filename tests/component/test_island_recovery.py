@@ -21,13 +21,14 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.islands import part_exchange as part_exchange_module
 from lightning_asgd.islands.island_synchronizer import IslandSynchronizer, set_up_island
-from lightning_asgd.islands.part_exchange import PartSender
+from lightning_asgd.islands.part_exchange import PartExchange, PartSender
 from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import Policy
+from lightning_asgd.protocol import Heartbeat, HeartbeatReply, Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.failover_client import FailoverClient
+from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Training, run
 from lightning_asgd.worker.worker_setup import Start
@@ -159,6 +160,14 @@ class Islands(World):
             assert all(torch.equal(each, weights[0]) for each in weights), f"an island's processes differ: {weights}"
             assert self.sizes[rank] == 1 or rank in self.dead or len(weights) == self.sizes[rank]
 
+    def kill(self, server: int) -> None:
+        """A server ends, after all workers' heartbeats were answered: each knows who takes part."""
+        for client in self.clients.values() if len(self.ready) == len(self.sizes) else ():
+            beaten = self.servers[0].service.handle(Heartbeat("s", client.connection.worker))
+            if isinstance(beaten, HeartbeatReply):
+                client.note_heartbeat(beaten)
+        super().kill(server)
+
     def end(self, worker: int) -> None:
         for process in range(self.sizes[worker]):
             super().end(worker + process * self.plan.workers)
@@ -226,6 +235,35 @@ def test_another_server_or_the_replacement_is_lost_during_the_recovery(lost: int
 def test_a_process_of_an_island_dies_during_the_recovery(sizes: tuple[int, ...]) -> None:
     kinds: list[dict[int, Event]] = [{0: ("kill", 0), later: ("die", 1)} for later in (1, 5, 9, 14)]
     assert at_every_moment(DIES, sizes, kinds, step=5) > 30
+
+
+def fetched(self: Replica, server: int) -> Any:
+    return tuple(torch.zeros_like(each) for each in self._base[server])
+
+
+def resend(self: PartExchange, server: int, exchange: int) -> None:
+    pass
+
+
+def receive(self: PartExchange) -> None:
+    self._answers = [self._result(server, future) for server, future in enumerate(self._futures)]
+    self._futures = []
+
+
+BROKEN = {
+    "processes bring other weights": (Replica, fetched),
+    "a part is not sent again": (PartExchange, resend),
+    "an answer counts before all processes have theirs": (PartExchange, receive),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_on_purpose_is_found(broken: tuple[type, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, function = broken
+    monkeypatch.setattr(owner, function.__name__, function)
+    play(ONE, (2, 2), 0, {})
+    with pytest.raises(AssertionError, match="'kill'"):
+        at_every_moment(ONE, (2, 2), [{0: ("kill", 0)}])
 
 
 @pytest.mark.slow
