@@ -232,8 +232,8 @@ class OneProcess:
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
 
-    def barrier(self) -> None:
-        pass
+    def agree(self, error: Any) -> Any:
+        return error
 
 
 def test_a_push_that_one_server_rejects_is_sent_there_again_with_its_parts() -> None:
