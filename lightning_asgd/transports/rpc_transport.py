@@ -7,14 +7,25 @@ server's process has ended.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.futures import Future
 
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol import Contribution, codec
 from lightning_asgd.transports import tensorpipe
-from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ReplyCache, ServerLink
+from lightning_asgd.transports.reliable_calls import (
+    REPLACED,
+    Call,
+    EncodedOnce,
+    LinkedTransport,
+    ReplyCache,
+    ServerLink,
+)
 
 __all__ = ["RpcServer", "RpcTransport"]
 
@@ -130,6 +141,7 @@ class _Connection:
     def _done(self, name: str, number: int, attempt: Future[Any]) -> None:
         try:
             answer = attempt.value()
+            answer = answer.value() if isinstance(answer, _EncodedReply) else answer
         except RuntimeError as error:
             self._failed(name, number, error)
             return
@@ -185,6 +197,29 @@ def _unless_done(future: Future[Any], failed: Callable[[Exception], None]) -> No
 # ---------------------------------------------------------------------- the server's side
 
 
+@dataclass(frozen=True)
+class _EncodedReply:
+    """A reply to a collective: torch would pickle it for each worker, and only copies these bytes."""
+
+    header: bytes
+    sizes: list[int]  # of the buffers
+    data: bytes  # of all buffers
+
+    def value(self) -> Any:
+        """The reply."""
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        return codec.decode(self.header, [bytearray(self.data[a:b]) for a, b in itertools.pairwise(ends)])
+
+
+def _encoded(reply: Any) -> tuple[Any, int]:
+    try:
+        header, buffers = codec.encode(reply)
+    except ProtocolError:  # a kind of tensor that only pickle knows
+        return reply, 0
+    data = b"".join(buffers)
+    return _EncodedReply(header, [memoryview(buffer).nbytes for buffer in buffers], data), len(header) + len(data)
+
+
 class RpcServer:
     """Answers messages in this process until it is closed. The handler is called from several threads."""
 
@@ -192,6 +227,7 @@ class RpcServer:
         global _server
         self.handler = handler
         self.replies = ReplyCache()
+        self.encoded = EncodedOnce(_encoded)
         _server = self  # before a worker can connect
         self._agent = tensorpipe.Agent(name, interface, listens=True)
         self._sockets = tensorpipe.listening_sockets()
@@ -221,7 +257,10 @@ def _serving() -> RpcServer:
 def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Future[Any]:
     """Run on the server for every message."""
     server = _serving()
-    return server.replies.answer(caller, number, arrived, lambda: server.handler(message))
+    answer = server.replies.answer(caller, number, arrived, lambda: server.handler(message))
+    if isinstance(message, Contribution):
+        return answer.then(lambda done: server.encoded(done.value()))
+    return answer
 
 
 def _forget(caller: str, arrived: list[int]) -> None:

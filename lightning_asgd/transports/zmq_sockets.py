@@ -32,7 +32,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import codec
 from lightning_asgd.transports.job_secret import key_for
 
-__all__ = ["Keys", "Loop", "assemble", "frames_of", "keys_of", "secure"]
+__all__ = ["Keys", "Loop", "addressed", "assemble", "encoded", "frames_of", "keys_of", "secure"]
 
 log = logging.getLogger(__name__)
 
@@ -135,14 +135,26 @@ class Loop:
 
 def frames_of(about: list[Any], value: Any) -> list[Any]:
     """A message's frames: the header, and buffers that are cut where they are large."""
+    return addressed(about, encoded(value)[0])
+
+
+def encoded(value: Any) -> tuple[list[Any], int]:
+    """The frames of a message to any receiver, of which the first lacks its beginning; and the bytes in all."""
     header, buffers = codec.encode(value)
     views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
-    first = json.dumps([*about, [view.nbytes for view in views], header.decode()]).encode()
+    first = json.dumps([[view.nbytes for view in views], header.decode()])[1:].encode()
     if len(first) > _HEADER:
         raise ConfigurationError(
             f"A message's header has {len(first):,} bytes. Expected at most {_HEADER:,}: broadcast less, or tensors."
         )
-    return [first, *(view[i : i + _FRAME] for view in views for i in range(0, view.nbytes, _FRAME))]
+    frames = [first, *(view[i : i + _FRAME] for view in views for i in range(0, view.nbytes, _FRAME))]
+    return frames, len(first) + sum(view.nbytes for view in views)
+
+
+def addressed(about: list[Any], frames: list[Any]) -> list[Any]:
+    """The frames that :func:`encoded` returns, for one receiver: ``about``, which is not empty, begins the header."""
+    first, *others = frames
+    return [json.dumps(about)[:-1].encode() + b", " + first, *others]
 
 
 def assemble(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
