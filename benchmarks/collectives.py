@@ -13,7 +13,6 @@ bytes of a worker's reply grow by more than a tenth.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import zmq_sockets
 from lightning_asgd.transports.addresses import LOOPBACK
+from lightning_asgd.transports.reliable_calls import EncodedOnce
 from lightning_asgd.transports.zmq_server import ZmqServer
 from lightning_asgd.transports.zmq_transport import ZmqTransport
 from lightning_asgd.worker.session_client import pickled
@@ -38,14 +38,13 @@ from lightning_asgd.worker.session_client import pickled
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 SECRET = "a secret of this benchmark"
 WAIT_S = 120.0
-REDUCES = "reduction" in {field.name for field in dataclasses.fields(Contribution)}
 
 Payload = Callable[[int], Any]
 
 
 def _report(rank: int) -> SyncReport:
     figures = WorkerMetrics(1.7e9, 60.0, 1.5, 6000, 0, 100, 100, 230.0, 100, staleness={1: 50, 2: 50})
-    return SyncReport(True, False, False, [] if rank == 0 or not REDUCES else None, figures, trained=True)
+    return SyncReport(True, False, False, [] if rank == 0 else None, figures, trained=True)
 
 
 # The name of each, how it is reduced (empty: it is not), and what a worker gives.
@@ -59,13 +58,12 @@ COLLECTIVES: dict[str, tuple[str, Payload]] = {
 }
 
 
-def contributions(collective: str, workers: int, seq: int, session: str = "s") -> list[Contribution]:
+def contributions(collective: str, workers: int, seq: int) -> list[Contribution]:
     """All workers' parts, in a random order."""
     how, payload = COLLECTIVES[collective]
-    fields: dict[str, Any] = {"process": "here/1/aa"} | ({"reduction": how} if REDUCES else {})
-    given = payload if REDUCES or how != "report" else lambda rank: pickled(_report(rank))
+    fields: dict[str, Any] = {"process": "here/1/aa", "reduction": how}
     ranks = random.Random(seq).sample(range(workers), workers)
-    return [Contribution(session, rank, seq, "collective", collective, given(rank), **fields) for rank in ranks]
+    return [Contribution("s", rank, seq, "collective", collective, payload(rank), **fields) for rank in ranks]
 
 
 # ---------------------------------------------------------------------- in this process
@@ -95,10 +93,6 @@ def in_process(collective: str, workers: int, rounds: int) -> tuple[float, float
 
 def encoder() -> Callable[[int, Any], list[Any]]:
     """What makes frames of a reply, as the server's side of ZeroMQ does."""
-    if not REDUCES:
-        return lambda number, reply: zmq_sockets.frames_of([number], reply)
-    from lightning_asgd.transports.reliable_calls import EncodedOnce
-
     once = EncodedOnce(zmq_sockets.encoded)
     return lambda number, reply: zmq_sockets.addressed([number], once(reply))
 
