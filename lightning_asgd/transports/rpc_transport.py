@@ -30,6 +30,7 @@ from lightning_asgd.transports.reliable_calls import (
 __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
+_LARGE = 65_536  # bytes of a buffer, on average: torch sends larger tensors without copying them
 _LEAST_S = 0.001  # torch takes 0 for no limit
 _REFUSALS = 2  # in a row: after one more the server counts as ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
@@ -216,8 +217,10 @@ def _encoded(reply: Any) -> tuple[Any, int]:
         header, buffers = codec.encode(reply)
     except ProtocolError:  # a kind of tensor that only pickle knows
         return reply, 0
-    data = b"".join(buffers)
-    return _EncodedReply(header, [memoryview(buffer).nbytes for buffer in buffers], data), len(header) + len(data)
+    sizes = [memoryview(buffer).nbytes for buffer in buffers]
+    if sum(sizes) > _LARGE * len(sizes):  # torch does better
+        return reply, 0
+    return _EncodedReply(header, sizes, b"".join(buffers)), len(header) + sum(sizes)
 
 
 class RpcServer:
