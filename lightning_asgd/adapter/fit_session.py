@@ -40,9 +40,9 @@ from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.optim import share_posterior
-from lightning_asgd.protocol import Place, SyncReport
+from lightning_asgd.protocol import JointReport, Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.sync_point import all_together
+from lightning_asgd.worker.session_client import pickled, unpickled
 from lightning_asgd.worker.synchronizer import Skipped, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import make_identical, named_state
@@ -225,7 +225,7 @@ class FitSession(Participation):
         """Synchronise where a worker validates, or where its epoch ends; see :class:`JointDecisions`."""
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
-        together = all_together(m.place or mine for m in met.values())
+        together = met.place or mine
         return replace(together, batches=self.data.count(together.step, together.batches))
 
     def on_epoch_begin(self) -> None:
@@ -250,8 +250,8 @@ class FitSession(Participation):
         if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
             self.sync_point("epoch end")
 
-    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> dict[int, SyncReport]:
-        """Wait for all living workers, give all the same bits of the servers' weights, and return their reports."""
+    def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
+        """Wait for all living workers, give all the same bits of the servers' weights; what their reports come to."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.attachment.update()
@@ -264,21 +264,23 @@ class FitSession(Participation):
         grown = self._has_grown()
         self.report_metrics()
         board = membership.board
-        checkpoints, chief = checkpoint_states(trainer), self._collectives.chief
-        mine = SyncReport(
-            synchronizer.moved, trainer.should_stop, grown, checkpoints, board.mine, None, place, trained, halt
-        )
+        checkpoints, collectives = checkpoint_states(trainer), self._collectives
+        told = pickled(checkpoints) if collectives.real and collectives.rank == collectives.chief else None
+        mine = SyncReport(synchronizer.moved, trainer.should_stop, grown, told, board.mine, None, place, trained, halt)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.data.check_first_batches()
-        board.update({rank: m.figures for rank, m in met.items()}, board.living if membership.comes_and_goes else met)
-        trainer.should_stop = any(m.should_stop for m in met.values())
+        board.update(met.figures, board.living if membership.comes_and_goes else met.workers)
+        trainer.should_stop = met.should_stop
         if isinstance(membership, FixedFleet):
-            theirs = met[chief].checkpoints if chief in met else membership.published_checkpoints(checkpoints)
-            adopt_checkpoint_states(trainer, theirs)
+            if met.checkpoints is not None:
+                checkpoints = unpickled("the chief", met.checkpoints)
+            elif collectives.real:
+                checkpoints = membership.published_checkpoints(checkpoints)
+            adopt_checkpoint_states(trainer, checkpoints)
             membership.publish_chief_state()
-        if any(m.grown for m in met.values()):
+        if met.grown:
             self.set_up_again()
-        if any(m.trained for m in met.values()) and not any(m.moved for m in met.values()):
+        if met.trained and not met.moved:
             # A pass without steps is for batch-norm statistics, which reach the servers only with steps.
             make_identical(self._collectives, named_state(self._module), mean=True)
         for averaged in _callback_modules(trainer):

@@ -98,7 +98,8 @@ class FixedSplit:
         self._compared = True
         workers: dict[bytes, list[int]] = {}
         mine = self._digest or b""
-        for rank, digest in self._membership.collectives.gather("all_gather", "first batch", mine).items():
+        collectives = self._membership.collectives
+        for rank, digest in collectives.gather("gather", "first batch", mine, target=collectives.chief).items():
             workers.setdefault(digest, []).append(rank)
         for digest, ranks in workers.items():
             if digest and len(ranks) > 1 and self._trainer.is_global_zero:

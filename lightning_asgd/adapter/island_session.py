@@ -11,7 +11,7 @@ from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.island_leases import IslandLeases
 from lightning_asgd.islands.island_synchronizer import set_up_island
-from lightning_asgd.protocol import SyncReport
+from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.synchronizer import Synchronizer
@@ -48,7 +48,7 @@ class IslandSession(FitSession):
         about = self._group, self._module, membership.sender, membership.client
         return set_up_island(*about, self._config, self._training, start)
 
-    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> dict[int, SyncReport]:
+    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
         meet = super()._meet
         return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
 

@@ -10,7 +10,7 @@ single rank are served at any time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_asgd.errors import CollectiveUnavailableError
-from lightning_asgd.worker.collectives import Collectives, Phase, combine, reduce_op_name
+from lightning_asgd.protocol.reductions import reduce
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 
 __all__ = ["BACKEND", "GuardedStore", "RankInfo", "WorkersGroup", "served_through"]
 
@@ -169,48 +170,64 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
 
     # ------------------------------------------------------------------ what reaches the others
 
-    def _everybody(self, call: str, mine: Sequence[Tensor] = (), root: int | None = None) -> list[list[Tensor]]:
-        """The tensors of every rank in order, or of ``root`` alone; an empty list for a rank that failed or left."""
+    def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The tensors of every rank in order. Raises if a rank is missing."""
         if self.size() == 1:
             return [list(mine)]
         collectives = served_through(call, self._place())
-        sent = [t.detach().cpu() for t in mine] if root in (None, self.rank()) else []
-        name = call if root is None else f"{call} from rank {root}"
-        found = collectives.gather("torch.distributed", name, sent)
-        if root is not None and root not in found:
-            _lack(call, [root])
-        return [found.get(rank, []) for rank in range(self.size())]
+        found = collectives.gather("torch.distributed", call, [t.detach().cpu() for t in mine])
+        tensors = [found.get(rank, []) for rank in range(self.size())]
+        self._need_all(call, [rank for rank, theirs in enumerate(tensors) if theirs])
+        return tensors
 
-    def _complete(self, call: str, mine: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As above; raises if a rank is missing."""
-        found = self._everybody(call, mine)
-        missing = [rank for rank, tensors in enumerate(found) if not tensors]
-        if missing:
-            _lack(call, missing)
-        return found
+    def _from(self, root: int, call: str, mine: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of one rank."""
+        if self.size() == 1:
+            return list(mine)
+        collectives = served_through(call, self._place())
+        sent = [t.detach().cpu() for t in mine] if root == self.rank() else None
+        answer = collectives.reduced("torch.distributed", f"{call} from rank {root}", sent, "given")
+        if root not in answer.ranks:
+            _lack(call, [root])
+        return list(answer.value)
+
+    def _reduced(self, call: str, op: str, mine: Sequence[Tensor], *, by_all: bool = False) -> list[Tensor]:
+        """The ranks' tensors, combined one by one; where ``by_all``, raises if a rank is missing."""
+        if self.size() == 1:
+            return list(reduce(op, {0: list(mine)}).value)
+        collectives, sent = served_through(call, self._place()), [t.detach().cpu() for t in mine]
+        answer = collectives.reduced("torch.distributed", f"{call} {op}", sent, op)
+        if by_all:
+            self._need_all(call, answer.ranks)
+        return list(answer.value)
+
+    def _need_all(self, call: str, ranks: Collection[int]) -> None:
+        """Raise unless these are all ranks."""
+        if len(ranks) < self.size():
+            _lack(call, sorted(set(range(self.size())).difference(ranks)))
 
     def barrier(self, *_: Any, **__: Any) -> Any:
-        self._everybody("barrier")
+        if self.size() > 1:
+            served_through("barrier", self._place()).reduced("torch.distributed", "barrier", None, "given")
         return _done([])
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
-        found = self._everybody("broadcast", tensors, options.rootRank)[options.rootRank]
+        found = self._from(options.rootRank, "broadcast", tensors)
         if self.rank() != options.rootRank:
             _fill(tensors, found)
         return _done(tensors)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        parts = [found for found in self._everybody("all_reduce", tensors) if found]
         op = "sum" if options is None else reduce_op_name(options.reduceOp)
-        _fill(tensors, [combine(op, each) for each in zip(*parts, strict=True)])
+        _fill(tensors, self._reduced("all_reduce", op, tensors))
         return _done(tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, options: Any) -> Any:
-        parts = [found for found in self._everybody("reduce", tensors) if found]
+        result = self._reduced("reduce", reduce_op_name(options.reduceOp), tensors)
         if self.rank() == options.rootRank:
-            _fill(tensors, [combine(reduce_op_name(options.reduceOp), each) for each in zip(*parts, strict=True)])
+            _fill(tensors, result)
         return _done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -246,13 +263,12 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
 
     def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
         mine = inputs[0] if self.rank() == options.rootRank else []
-        found = self._everybody("scatter", mine, options.rootRank)[options.rootRank]
-        _fill(outputs, [found[self.rank()]])
+        _fill(outputs, [self._from(options.rootRank, "scatter", mine)[self.rank()]])
         return _done(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
-        found = self._complete("reduce_scatter", inputs[0])
-        _fill(outputs, [combine(reduce_op_name(options.reduceOp), [tensors[self.rank()] for tensors in found])])
+        result = self._reduced("reduce_scatter", reduce_op_name(options.reduceOp), inputs[0], by_all=True)
+        _fill(outputs, [result[self.rank()]])
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:

@@ -274,7 +274,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         world.check_module(self.lightning_module)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        synchronise_metrics(self._metrics_sync, self._gather_metric, self.lightning_module, *trainer.callbacks)
+        synchronise_metrics(self._metrics_sync, lambda: self.collectives, self.lightning_module, *trainer.callbacks)
         if fitting:
             self._begin_fit(trainer)
         else:
@@ -386,9 +386,6 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
     def _metrics_sync(self) -> bool:
         # After the fit a program may have destroyed the process group, to test with one device for instance.
         return self.collectives.real if self._membership is not None else world.collectives_are_real()
-
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return self.collectives.all_gather(tensor, "metric")
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -346,16 +346,14 @@ class FixedFleet(Fleet):
                     "same data set on every worker."
                 )
             return theirs == mine != 0
-        values = self.collectives.gather("all_gather", "data", mine)
-        same = mine if set(values.values()) == {mine} else 0
+        same = mine if self.collectives.reduced("all_reduce", "data", mine, "same").value else 0
         self._start = replace(self._start, firsts={**self._start.firsts, "data": same})
         return same != 0
 
     def _of_first(self, what: str, mine: int) -> int:
         if self.entry is not None and self.collectives.phase is Phase.ENTERING:
             return self.entry.firsts.get(what, mine)
-        values: dict[int, int] = self.collectives.gather("all_gather", what, mine)
-        first = values.get(self.collectives.chief, mine)
+        first = self.collectives.broadcast_of_chief(mine, what)
         self._start = replace(self._start, firsts={**self._start.firsts, what: first})
         return first
 

@@ -342,17 +342,17 @@ class LoopSession(Participation, Trainee):
         self._flushes = False
         trained = self._collectives.phase is Phase.ASYNC
         self._collectives.phase = Phase.SYNC
-        mine = SyncReport(self.synchronizer.moved, self.stops, self._has_grown(), [], None, None, None, trained, False)
+        grown = self._has_grown()
+        mine = SyncReport(self.synchronizer.moved, self.stops, grown, None, trained=trained)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
-        self.stops |= any(report.should_stop for report in met.values())
-        grown = {worker for worker, report in met.items() if report.grown}
-        if grown and grown != met.keys():
+        self.stops |= met.should_stop
+        if met.grown and met.grown != met.workers:
             raise ConfigurationError(
-                f"Parameters were unfrozen on workers {sorted(grown)}, not on {sorted(met.keys() - grown)}. Expected "
-                "the same on all: unfreeze them between two passes or epochs, since workers train different numbers of "
-                "batches."
+                f"Parameters were unfrozen on workers {list(met.grown)}, not on "
+                f"{sorted(set(met.workers).difference(met.grown))}. Expected the same on all: unfreeze them between "
+                "two passes or epochs, since workers train different numbers of batches."
             )
-        if grown:
+        if met.grown:
             self.set_up_again()
         self._after_pass = False
         self._changes.note()

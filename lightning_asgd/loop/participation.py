@@ -20,7 +20,7 @@ from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.restarted_nsync import restarted_nsync
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_nonfinite
-from lightning_asgd.protocol import SyncReport
+from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import synchronize
@@ -167,8 +167,8 @@ class Participation:
 
     # ------------------------------------------------------------------ sync points and the end
 
-    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> dict[int, SyncReport]:
-        """Wait for all living workers, give all the same bits of the servers' weights, and return their reports."""
+    def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
+        """Wait for all living workers, and give all the same bits of the weights. Returns what the reports come to."""
         membership = self._membership
         return synchronize(
             membership.client,

@@ -2,15 +2,15 @@
 
 Workers number their collectives 1, 2, 3, ...; calls with the same number belong together and must agree in kind and
 name, so a worker that skips, repeats or reorders one gets an error at once, and no worker hangs. A collective is
-completed by the workers that the membership awaits. The results of collectives that a suspected worker missed are kept
-for it: when it rejoins it gets the results that the others got, and takes part again from the first collective that is
-still open.
+completed by the workers that the membership awaits, and reduced then if they want one value of all. The results of
+collectives that a suspected worker missed are kept for it: when it rejoins it gets the results that the others got, and
+takes part again from the first collective that is still open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_asgd.errors import (
@@ -20,7 +20,8 @@ from lightning_asgd.errors import (
     ProtocolError,
     WorkerLostError,
 )
-from lightning_asgd.protocol import Contribution
+from lightning_asgd.protocol import Contribution, JointReport, Reduced, ranks_of
+from lightning_asgd.protocol.reductions import metrics_in, reduce
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
 
@@ -35,6 +36,7 @@ class _Operation:
     deadline: float
     contributions: dict[int, Contribution] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)  # workers without the result of a server that was lost
+    missing: list[int] = field(default_factory=list)  # that were awaited when it was last filled; some may have called
     stops: bool = False  # whether a worker that called it has stopped training
 
     def signature(self) -> tuple[object, ...]:
@@ -46,7 +48,7 @@ class _Missed:
     """The result of a collective, for the workers that it was completed without."""
 
     first: Contribution
-    values: dict[int, Any]
+    result: dict[int, Any] | Reduced
     absent: set[int]
 
 
@@ -166,6 +168,20 @@ class CollectiveTable:
         operation.deadline = max(operation.deadline, now + message.timeout_s)
         return self._complete_if_ready(seq)
 
+    def called(self, worker: int, seq: int) -> Contribution | None:
+        """A worker's part in a collective that is in progress."""
+        operation = self._operations.get(seq)
+        return None if operation is None else operation.contributions.get(worker)
+
+    @property
+    def member_counts(self) -> tuple[int, ...]:
+        """Compared before and after :meth:`contribute` to notice a change of the members.
+
+        It only takes workers out of the first three of these sets, and adds to the last: their sizes are enough.
+        """
+        members = self.members
+        return len(members.suspected), len(members.catching_up), len(members.fenced), len(members.left)
+
     def at_odds(self, claiming: Collection[int]) -> set[int]:
         """The workers that wait in a collective while all the others wait for data, if that is so."""
         if self.members.catching_up - set(claiming):
@@ -218,8 +234,8 @@ class CollectiveTable:
         self._last_seq[worker] = max(seq, self._last_seq.get(worker, 0))
         self._caught_up(worker, seq)
         if _signature(message) != _signature(missed.first):
-            return Completion(message, self._disagree(message, missed.first, set(missed.values)))
-        return Completion(message, missed.values)
+            return Completion(message, self._disagree(message, missed.first, set(ranks_of(missed.result))))
+        return Completion(message, missed.result)
 
     def _caught_up(self, worker: int, seq: int) -> None:
         self._missed[seq].absent.discard(worker)
@@ -230,7 +246,7 @@ class CollectiveTable:
         for seq in list(self._missed):
             self._caught_up(worker, seq)
 
-    def _take_over(self, message: Contribution, answer: dict[int, Any]) -> list[Completion]:
+    def _take_over(self, message: Contribution, answer: dict[int, Any] | Reduced) -> list[Completion]:
         """Take the result of a collective from a worker that a lost server had given it to."""
         if message.seq not in self._missed:
             self._keep(
@@ -238,11 +254,11 @@ class CollectiveTable:
             )
         return [Completion(message, answer)]
 
-    def _keep(self, first: Contribution, values: dict[int, Any], absent: set[int]) -> None:
+    def _keep(self, first: Contribution, result: dict[int, Any] | Reduced, absent: set[int]) -> None:
         """Keep the result of a collective for workers that have yet to call it."""
         if not absent:
             return
-        self._missed[first.seq] = _Missed(first, values if first.target is None else {}, absent)
+        self._missed[first.seq] = _Missed(first, result if first.target is None else {}, absent)
         if len(self._missed) > _MISSED_AT_MOST:
             for worker in list(self._missed[min(self._missed)].absent):
                 self.members.give_up(worker, f"it missed more than {_MISSED_AT_MOST} collectives")
@@ -254,6 +270,13 @@ class CollectiveTable:
             f"{message.worker} called {message.kind} {message.name!r} where {_workers(others)} called {first.kind} "
             f"{first.name!r}. Expected every worker to make the same calls in the same order: look for a hook or "
             "callback that makes a collective call on some ranks only."
+        )
+
+    def _not_reducible(self, first: Contribution, cause: Exception) -> ASGDError:
+        return CollectiveMismatchError(
+            f"{first.kind} {first.name!r} (collective {first.seq} of session {self.members.session!r}) could not be "
+            f"reduced by {first.reduction!r}: {str(cause) or repr(cause)}. Expected every worker to give values of the "
+            "same kind and shape."
         )
 
     def _gone(self, worker: int, message: Contribution) -> ASGDError:
@@ -268,7 +291,7 @@ class CollectiveTable:
         source = first.source
         if self.members.aborted:
             return WorkerLostError(self.members.aborted)
-        if source is None or source in operation.contributions or source in self.members.awaited:
+        if source is None or source in operation.contributions or self._is_awaited(source):
             return None
         fate = "does not exist"
         if source in self.members.left:
@@ -288,27 +311,55 @@ class CollectiveTable:
         error = self._why_impossible(operation)
         if error is not None:
             return self._fail(seq, error)
-        if not self.members.awaited <= set(operation.contributions):
+        if self._waits(operation):
             return []
-        values = {worker: message.payload for worker, message in sorted(operation.contributions.items())}
-        source = operation.first.source
-        if source is not None:
-            values = {source: values[source]}
-        return self._complete(seq, values, set(self.members.suspected) | self.members.catching_up)
+        first = operation.first
+        result: dict[int, Any] | Reduced
+        result = {worker: message.payload for worker, message in sorted(operation.contributions.items())}
+        if first.source is not None:
+            result = {first.source: result[first.source]}
+        if first.reduction:
+            try:
+                result = reduce(first.reduction, result)
+            except Exception as cause:  # a worker may send anything
+                return self._fail(seq, self._not_reducible(first, cause))
+        return self._complete(seq, result, set(self.members.suspected) | self.members.catching_up)
 
-    def _complete(self, seq: int, values: dict[int, Any], others: set[int]) -> list[Completion]:
+    def _waits(self, operation: _Operation) -> bool:
+        """Whether an awaited worker has not called it.
+
+        Each of thousands of contributions asks this. So it looks for one such worker, and for all only where it must.
+        """
+        missing = operation.missing
+        while missing:
+            if missing[-1] not in operation.contributions and self._is_awaited(missing[-1]):
+                return True
+            missing.pop()
+        missing += sorted(self.members.awaited - operation.contributions.keys())
+        return bool(missing)
+
+    def _is_awaited(self, worker: int) -> bool:
+        """Whether no collective is completed without a worker: see :attr:`Membership.awaited`."""
+        members = self.members
+        there = 0 <= worker < members.world_size if members.world_size else worker in members.joined
+        away = worker in members.suspected or worker in members.catching_up
+        return there and worker not in members.left and (not away or worker == members.agreed_chief)
+
+    def _complete(self, seq: int, result: dict[int, Any] | Reduced, others: set[int]) -> list[Completion]:
         """Give the result to the workers that have called, and keep it for the others."""
         operation = self._operations.pop(seq)
         self._note_stopped()
         self._completed = max(self._completed, seq)
         if operation.first.reaches_all:
-            self.members.agree_on_chief(values)
-        self._keep(operation.first, values, others - set(operation.contributions))
-        target = operation.first.target
-        return [
-            Completion(message, values if target in (None, worker) else {})
-            for worker, message in sorted(operation.contributions.items())
-        ]
+            self.members.agree_on_chief(ranks_of(result))
+        self._keep(operation.first, result, others - set(operation.contributions))
+        target, contributions = operation.first.target, operation.contributions
+        replies = {worker: result if target in (None, worker) else {} for worker in sorted(contributions)}
+        if isinstance(result, Reduced) and isinstance(result.value, JointReport):  # its chief logs all metrics
+            payloads = {worker: message.payload for worker, message in contributions.items()}
+            whole = replace(result, value=replace(result.value, figures=metrics_in(payloads)))
+            replies |= {worker: whole for worker in replies if worker == self.members.agreed_chief}
+        return [Completion(contributions[worker], reply) for worker, reply in replies.items()]
 
     def _fail(self, seq: int, error: ASGDError) -> list[Completion]:
         operation = self._operations.pop(seq)
@@ -320,7 +371,7 @@ class CollectiveTable:
 
 
 def _signature(message: Contribution) -> tuple[object, ...]:
-    return message.kind, message.name, message.source, message.target
+    return message.kind, message.name, message.source, message.target, message.reduction
 
 
 def _workers(ranks: set[int]) -> str:

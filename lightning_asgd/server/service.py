@@ -258,12 +258,12 @@ class Service:
 
     def _contribute(self, message: Contribution) -> Future[Any]:
         session = self._heard(message.session, message.worker)
-        for earlier in self._pending.of(Contribution):
-            if (earlier.worker, earlier.seq) == (message.worker, message.seq):
-                self._pending.take(earlier)  # its worker makes the call again, and waits for this one
-        future, before = self._pending.add(message), session.members.composition
+        earlier = session.collectives.called(message.worker, message.seq)
+        if earlier is not None and earlier in self._pending:
+            self._pending.take(earlier)  # its worker makes the call again, and waits for this one
+        future, before = self._pending.add(message), session.collectives.member_counts
         self._complete(session.collectives.contribute(message, self._clock()))
-        if session.members.composition != before:
+        if session.collectives.member_counts != before:
             self._members_changed(session)
         return future
 

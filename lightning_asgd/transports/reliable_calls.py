@@ -22,12 +22,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.futures import Future
 
+from lightning_asgd.protocol import Reduced
 from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = [
     "REPLACED",
     "Acknowledgements",
     "Call",
+    "EncodedOnce",
     "LinkConnection",
     "LinkedTransport",
     "ReplyCache",
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 REPLACED = "another server has taken its place"
 _FORGET_S = 600.0  # heartbeats come every few seconds
 _MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
+_KEPT = 64 << 20  # bytes of an encoded reply: encoding a larger one takes little of the time that sending it takes
 _LATE = 4096  # finished calls that are remembered per caller: a copy of one may still arrive
 
 
@@ -276,7 +279,7 @@ class ReplyCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._callers: dict[str, _Caller] = {}
+        self._callers: dict[str, _Caller] = {}  # the one heard last is the last
 
     def answer(self, caller: str, number: int, arrived: Collection[int], handle: Callable[[], Any]) -> Future[Any]:
         """The reply to a call; only a new call is handled. ``handle`` returns a value or a future."""
@@ -312,10 +315,13 @@ class ReplyCache:
 
     def _forget(self, caller: str, arrived: Collection[int]) -> _Caller:
         now = self._clock()
-        known = self._callers.setdefault(caller, _Caller(now))
+        known = self._callers.pop(caller, None) or _Caller(now)
         known.heard = now
-        for name, other in list(self._callers.items()):
-            if now - other.heard > _FORGET_S and all(call.done() for call in other.calls.values()):
+        self._callers[caller] = known
+        for name, other in list(
+            itertools.takewhile(lambda each: now - each[1].heard > _FORGET_S, self._callers.items())
+        ):
+            if all(call.done() for call in other.calls.values()):
                 del self._callers[name]
         for number in arrived:
             if known.calls.pop(number, None) is not None:
@@ -323,6 +329,26 @@ class ReplyCache:
         while len(known.over) > _LATE:
             del known.over[next(iter(known.over))]
         return known
+
+
+class EncodedOnce:
+    """Encodes replies, and that to a collective once: all its workers get the same object, one after the other.
+
+    Any thread may use it. ``encode`` returns what is sent, and how many bytes of memory it refers to.
+    """
+
+    def __init__(self, encode: Callable[[Any], tuple[Any, int]]) -> None:
+        self._encode = encode
+        self._latest: tuple[Any, Any] = (None, None)  # the object too, so that no other can have its identity
+
+    def __call__(self, reply: Any) -> Any:
+        """What is sent."""
+        latest, encoded = self._latest
+        if reply is not latest or reply is None:
+            encoded, nbytes = self._encode(reply)
+            if isinstance(reply, dict | Reduced):
+                self._latest = (reply, encoded) if nbytes <= _KEPT else (None, None)
+        return encoded
 
 
 def _copy(done: Future[Any], to: Future[Any]) -> None:

@@ -7,18 +7,30 @@ server's process has ended.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.futures import Future
 
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.protocol import Contribution, codec
 from lightning_asgd.transports import tensorpipe
-from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ReplyCache, ServerLink
+from lightning_asgd.transports.reliable_calls import (
+    REPLACED,
+    Call,
+    EncodedOnce,
+    LinkedTransport,
+    ReplyCache,
+    ServerLink,
+)
 
 __all__ = ["RpcServer", "RpcTransport"]
 
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
+_LARGE = 65_536  # bytes of a buffer, on average: torch sends larger tensors without copying them
 _LEAST_S = 0.001  # torch takes 0 for no limit
 _REFUSALS = 2  # in a row: after one more the server counts as ended
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0)  # before each attempt to connect; the last one from then on
@@ -130,6 +142,7 @@ class _Connection:
     def _done(self, name: str, number: int, attempt: Future[Any]) -> None:
         try:
             answer = attempt.value()
+            answer = answer.value() if isinstance(answer, _EncodedReply) else answer
         except RuntimeError as error:
             self._failed(name, number, error)
             return
@@ -185,6 +198,31 @@ def _unless_done(future: Future[Any], failed: Callable[[Exception], None]) -> No
 # ---------------------------------------------------------------------- the server's side
 
 
+@dataclass(frozen=True)
+class _EncodedReply:
+    """A reply to a collective: torch would pickle it for each worker, and only copies these bytes."""
+
+    header: bytes
+    sizes: list[int]  # of the buffers
+    data: bytes  # of all buffers
+
+    def value(self) -> Any:
+        """The reply."""
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        return codec.decode(self.header, [bytearray(self.data[a:b]) for a, b in itertools.pairwise(ends)])
+
+
+def _encoded(reply: Any) -> tuple[Any, int]:
+    try:
+        header, buffers = codec.encode(reply)
+    except ProtocolError:  # a kind of tensor that only pickle knows
+        return reply, 0
+    sizes = [memoryview(buffer).nbytes for buffer in buffers]
+    if sum(sizes) > _LARGE * len(sizes):  # torch does better
+        return reply, 0
+    return _EncodedReply(header, sizes, b"".join(buffers)), len(header) + sum(sizes)
+
+
 class RpcServer:
     """Answers messages in this process until it is closed. The handler is called from several threads."""
 
@@ -192,6 +230,7 @@ class RpcServer:
         global _server
         self.handler = handler
         self.replies = ReplyCache()
+        self.encoded = EncodedOnce(_encoded)
         _server = self  # before a worker can connect
         self._agent = tensorpipe.Agent(name, interface, listens=True)
         self._sockets = tensorpipe.listening_sockets()
@@ -221,7 +260,10 @@ def _serving() -> RpcServer:
 def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Future[Any]:
     """Run on the server for every message."""
     server = _serving()
-    return server.replies.answer(caller, number, arrived, lambda: server.handler(message))
+    answer = server.replies.answer(caller, number, arrived, lambda: server.handler(message))
+    if isinstance(message, Contribution):
+        return answer.then(lambda done: server.encoded(done.value()))
+    return answer
 
 
 def _forget(caller: str, arrived: list[int]) -> None:

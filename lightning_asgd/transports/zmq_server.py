@@ -20,8 +20,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.protocol import Failure, codec
 from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress
-from lightning_asgd.transports.reliable_calls import ReplyCache
-from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
+from lightning_asgd.transports.reliable_calls import EncodedOnce, ReplyCache
+from lightning_asgd.transports.zmq_sockets import Loop, addressed, assemble, encoded, frames_of, keys_of, secure
 
 __all__ = ["ZmqServer"]
 
@@ -61,6 +61,7 @@ class ZmqServer(Loop):
         self._decode = decode
         self._name = name.encode()
         self._once = ReplyCache()
+        self._encoded = EncodedOnce(encoded)
         keys = keys_of(secret)
         only_theirs = SimpleNamespace(callback=lambda domain, key: key == keys.worker_public)
         self._authenticator = ThreadAuthenticator(self.context)
@@ -169,7 +170,7 @@ class ZmqServer(Loop):
 
     def _reply(self, who: bytes, number: int, done: Future[Any]) -> None:
         try:
-            frames = frames_of([number], done.value())
+            frames = addressed([number], self._encoded(done.value()))
         except Exception as error:
             frames = frames_of([number], Failure("ASGDError", f"A server's answer could not be sent: {error!r}."))
         self.submit(lambda: self._send([who, *frames]))

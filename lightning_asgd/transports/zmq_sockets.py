@@ -4,8 +4,8 @@ Every connection is encrypted and authenticated with CURVE, and nothing is unpic
 ``zmq`` (``pip install pyzmq``). All processes of a job share a secret, from which the key pairs of its
 servers and of its workers follow. With a process that does not know it the handshake fails, before a message is read or
 memory is allocated for one: a server sends it no answer, not even an error, and a worker no message. Messages are those
-of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few megabytes, so that no peer can have more than a frame
-allocated before its handshake is complete.
+of :mod:`lightning_asgd.protocol.codec`, cut in frames of a few megabytes, or together in one if they are small. So no
+peer can have more than a frame allocated before its handshake is complete.
 
 ZeroMQ reconnects by itself. Unanswered calls are repeated over the new connection and answered once (see
 :mod:`lightning_asgd.transports.reliable_calls`). If no process listens at a server's address any more, the server has
@@ -20,7 +20,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,14 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import codec
 from lightning_asgd.transports.job_secret import key_for
 
-__all__ = ["Keys", "Loop", "assemble", "frames_of", "keys_of", "secure"]
+__all__ = ["Keys", "Loop", "addressed", "assemble", "encoded", "frames_of", "keys_of", "secure"]
 
 log = logging.getLogger(__name__)
 
 _FRAME = 4 << 20  # bytes
 _LARGEST = _FRAME + (1 << 16)  # a frame with what CURVE adds
 _HEADER = 4 << 20
+_SMALL, _TOGETHER = 4096, 1024  # bytes of buffers that share a frame, and how many do: no frame is larger than _FRAME
 _BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own heartbeats, which detect lost machines
 _TICK_MS = 100
 
@@ -135,27 +136,61 @@ class Loop:
 
 def frames_of(about: list[Any], value: Any) -> list[Any]:
     """A message's frames: the header, and buffers that are cut where they are large."""
+    return addressed(about, encoded(value)[0])
+
+
+def encoded(value: Any) -> tuple[list[Any], int]:
+    """The frames of a message to any receiver, of which the first lacks its beginning; and the bytes in all."""
     header, buffers = codec.encode(value)
     views = [memoryview(buffer).cast("B") if memoryview(buffer).nbytes else memoryview(b"") for buffer in buffers]
-    first = json.dumps([*about, [view.nbytes for view in views], header.decode()]).encode()
+    sizes = [view.nbytes for view in views]
+    first = json.dumps([sizes, header.decode()])[1:].encode()
     if len(first) > _HEADER:
         raise ConfigurationError(
             f"A message's header has {len(first):,} bytes. Expected at most {_HEADER:,}: broadcast less, or tensors."
         )
-    return [first, *(view[i : i + _FRAME] for view in views for i in range(0, view.nbytes, _FRAME))]
+    frames: list[Any] = [first]
+    for parts in _frames(sizes):
+        cut = [views[index][start:end] for index, start, end in parts]
+        frames.append(cut[0] if len(cut) == 1 else b"".join(cut))
+    return frames, len(first) + sum(sizes)
+
+
+def addressed(about: list[Any], frames: list[Any]) -> list[Any]:
+    """The frames that :func:`encoded` returns, for one receiver: ``about``, which is not empty, begins the header."""
+    first, *others = frames
+    return [json.dumps(about)[:-1].encode() + b", " + first, *others]
 
 
 def assemble(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
     """The buffers of a message, writable."""
-    buffers, rest = [], iter(frames)
-    if sum(-(-size // _FRAME) for size in sizes) != len(frames):
-        raise ValueError("wrong number of frames")
-    for size in sizes:
-        buffer = numpy.empty(size, numpy.uint8)
-        for start in range(0, size, _FRAME):
-            part = numpy.frombuffer(next(rest).buffer, numpy.uint8)
-            if len(part) != min(_FRAME, size - start):
-                raise ValueError("a frame of another size")
-            buffer[start : start + _FRAME] = part
-        buffers.append(buffer)
+    if any(type(size) is not int or size < 0 for size in sizes) or sum(sizes) != sum(len(f.buffer) for f in frames):
+        raise ValueError("other sizes")  # before memory is allocated for them
+    buffers = [numpy.empty(size, numpy.uint8) for size in sizes]
+    for parts, frame in zip(_frames(sizes), frames, strict=True):
+        data, at = numpy.frombuffer(frame.buffer, numpy.uint8), 0
+        if len(data) != sum(end - start for _, start, end in parts):
+            raise ValueError("a frame of another size")
+        for index, start, end in parts:
+            buffers[index][start:end] = data[at : at + end - start]
+            at += end - start
     return buffers
+
+
+def _frames(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """What each frame holds of a message's buffers: which buffer, from where, up to where.
+
+    Large buffers are cut. Small ones that follow each other share a frame: each frame is encrypted by itself, which
+    costs as much as a few hundred bytes.
+    """
+    small: list[tuple[int, int, int]] = []
+    for index, size in enumerate(sizes):
+        if 0 < size <= _SMALL:
+            small.append((index, 0, size))
+        if small and (size > _SMALL or len(small) == _TOGETHER):
+            yield small
+            small = []
+        if size > _SMALL:
+            yield from ([(index, start, min(start + _FRAME, size))] for start in range(0, size, _FRAME))
+    if small:
+        yield small

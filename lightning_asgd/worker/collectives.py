@@ -3,13 +3,15 @@
 In the *asynchronous phase* workers take different numbers of steps, so calls could not pair up: there every collective
 is local to its worker, and the chief's decisions are the ones that matter since it alone logs and writes. At *sync
 points* they are real.
+
+A collective whose result is one value of all workers is reduced by the coordinator: what a worker gets then does not
+grow with their number. Only a gather gives each worker the values of all.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, WorkerLostError
-from lightning_asgd.protocol import Contribution, next_chief
+from lightning_asgd.protocol import Contribution, Reduced, next_chief, ranks_of
+from lightning_asgd.protocol.reductions import TENSOR_REDUCTIONS, reduce
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection
 from lightning_asgd.worker.session_client import SessionClient, pickled, unpickled
 
-__all__ = ["Collectives", "Phase", "combine", "reduce_op_name"]
+__all__ = ["Collectives", "Phase", "reduce_op_name"]
 
 T = TypeVar("T")
 
@@ -49,7 +52,7 @@ class Collectives:
         self.on_chief: Callable[[], None] | None = None  # called when that changes
         self._seq = 0
         # Answered calls by number, with the answers: the latest, and those that other workers may still need.
-        self._answers: dict[int, tuple[Contribution, dict[int, Any]]] = {}
+        self._answers: dict[int, tuple[Contribution, dict[int, Any] | Reduced]] = {}
 
     @property
     def real(self) -> bool:
@@ -83,6 +86,18 @@ class Collectives:
             return {self.rank: payload}
         return self.contribute(kind, name, payload, target=target, stops=stops)
 
+    def reduced(self, kind: str, name: str, payload: Any, how: str, *, stops: bool = False) -> Reduced:
+        """All workers' payloads, reduced by the coordinator; ``how`` is one of :func:`reduce`'s ways.
+
+        The payload is a plain value, tensors on the CPU, or a message: servers open no other object.
+        """
+        if not self.real or self.client is None:
+            return reduce(how, {self.rank: payload})
+        about = (*self.client.connection.sender, self._next_number(), kind, name)
+        message = Contribution(*about, payload, None, None, self.timeout_s, stops, reduction=how)
+        answer: Reduced = self._take_part(self.client, message)
+        return answer
+
     @property
     def called(self) -> int:
         """Number of the latest collective that this worker has called."""
@@ -94,7 +109,7 @@ class Collectives:
 
     def barrier(self, name: str = "") -> None:
         """Wait for all living workers."""
-        self.gather("barrier", name, None)
+        self.reduced("barrier", name, None, "given")
 
     def broadcast(self, value: T, source: int = 0, name: str = "") -> T:
         """Worker ``source``'s value."""
@@ -117,11 +132,11 @@ class Collectives:
                     raise
 
     def reduce(self, tensor: Tensor, op: str = "mean", name: str = "") -> Tensor:
-        """Combine all workers' tensors, see :func:`combine`; ``tensor`` itself where the collective is local."""
+        """Combine all workers' tensors, see :func:`reduce`; ``tensor`` itself where the collective is local."""
         if not self.real:
             return tensor
-        parts = self.gather("reduce", name or op, tensor.detach().cpu()).values()
-        return combine(op, list(parts)).to(tensor.device)
+        (result,) = self.reduced("reduce", name or op, [tensor.detach().cpu()], op).value
+        return result.to(tensor.device)  # type: ignore[no-any-return]
 
     def all_gather(self, tensor: Tensor, name: str = "") -> list[Tensor]:
         """All workers' tensors in the order of ranks; shapes may differ."""
@@ -131,8 +146,8 @@ class Collectives:
 
     def decide(self, decision: bool, *, all: bool = True) -> bool:
         """Whether ``yes`` holds on all workers, or on any."""
-        answers = self.gather("decision", "all" if all else "any", bool(decision)).values()
-        return bool(min(answers) if all else max(answers))
+        how = "all" if all else "any"
+        return bool(self.reduced("decision", how, bool(decision), how).value)
 
     def contribute(
         self,
@@ -151,23 +166,31 @@ class Collectives:
         client = self.client
         if client is None:
             return {self.rank: payload}
-        begun = time.perf_counter()
+        about = (*client.connection.sender, self._next_number(), kind, name)
+        answer = self._take_part(client, Contribution(*about, pickled(payload), source, target, self.timeout_s, stops))
+        return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
+
+    def _next_number(self) -> int:
         self._seq += 1
-        about = (*client.connection.sender, self._seq, kind, name)
-        message = Contribution(*about, pickled(payload), source, target, self.timeout_s, stops)
+        return self._seq
+
+    def _take_part(self, client: SessionClient, message: Contribution) -> Any:
+        """Wait for the result, and follow the chief that all agree on with it."""
+        begun = time.perf_counter()
         try:
             answer = self._answer(client.connection, message)
-            self._remember(client, message, answer)
-            chief = next_chief(self.chief, answer) if message.reaches_all and self._succeeds else self.chief
-            if chief != self.chief:
-                self.chief = chief
-                if self.on_chief is not None:
-                    self.on_chief()
-            return {rank: unpickled(f"worker {rank}", value) for rank, value in answer.items()}
         finally:
             self.waited_s += time.perf_counter() - begun
+        self._remember(client, message, answer)
+        agrees = message.reaches_all and self._succeeds
+        chief = next_chief(self.chief, ranks_of(answer)) if agrees else self.chief
+        if chief != self.chief:
+            self.chief = chief
+            if self.on_chief is not None:
+                self.on_chief()
+        return answer
 
-    def _answer(self, connection: Connection, message: Contribution) -> dict[int, Any]:
+    def _answer(self, connection: Connection, message: Contribution) -> dict[int, Any] | Reduced:
         limit = message.timeout_s + GRACE_S
         while True:
             try:
@@ -178,7 +201,7 @@ class Collectives:
                         f"s by server {COORDINATOR}. Expected an answer or an error in time: the server hangs. Stop "
                         f"the job and check the server's machine."
                     )
-                answer: dict[int, Any] = connection.result(COORDINATOR, future)
+                answer: dict[int, Any] | Reduced = connection.result(COORDINATOR, future)
                 return answer
             except ServerLostError as error:
                 connection.recover(error)
@@ -190,7 +213,7 @@ class Collectives:
         """Number of the latest collective that was answered."""
         return max(self._answers, default=0)
 
-    def _remember(self, client: SessionClient, message: Contribution, answer: dict[int, Any]) -> None:
+    def _remember(self, client: SessionClient, message: Contribution, answer: dict[int, Any] | Reduced) -> None:
         """Keep a collective's result for workers that may still need it if the coordinator is lost."""
         for seq, (earlier, _) in list(self._answers.items()):
             if client.connection.restorer is None or seq < client.heard.needed:
@@ -207,29 +230,6 @@ class Collectives:
             connection.post(COORDINATOR, replace(message, answer=answer), message.timeout_s + GRACE_S)
 
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda parts: parts.sum(0) / len(parts),
-    "sum": lambda parts: parts.sum(0),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-    "product": lambda parts: parts.prod(0),
-    "band": lambda parts: functools.reduce(torch.bitwise_and, parts),
-    "bor": lambda parts: functools.reduce(torch.bitwise_or, parts),
-    "bxor": lambda parts: functools.reduce(torch.bitwise_xor, parts),
-}
-
-
-def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors of equal shape to one of the same dtype; ``op`` is one of :func:`reduce_op_name`'s results.
-
-    But the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
-    """
-    result = _REDUCTIONS[op](torch.stack(list(parts)))
-    if parts[0].dtype is torch.bool:
-        return result.floor().bool() if op == "mean" else result.bool()  # whether all are set
-    return result if op == "mean" else result.to(parts[0].dtype)
-
-
 def reduce_op_name(op: Any) -> str:
     """Lightning's and torch's names of a reduction as one of ``mean``, ``sum``, ``max``, ``min``, ``product``, ...
 
@@ -242,6 +242,6 @@ def reduce_op_name(op: Any) -> str:
         op = next((name for name, member in kinds.RedOpType.__members__.items() if op == member), op)
     name = str(op).rsplit(".", 1)[-1].lower()
     name = {"avg": "mean", "prod": "product"}.get(name, name)
-    if name not in _REDUCTIONS:
-        raise ValueError(f"reduce_op={op!r} is unknown. Expected one of {', '.join(map(repr, _REDUCTIONS))}.")
+    if name not in TENSOR_REDUCTIONS:
+        raise ValueError(f"reduce_op={op!r} is unknown. Expected one of {', '.join(map(repr, TENSOR_REDUCTIONS))}.")
     return name

@@ -49,9 +49,10 @@ class SharedWeights(Synchronizer):
         own = shared_memory.create(groups) if collectives.rank == chief else None
         ref = collectives.broadcast(own.ref if own is not None else None, chief, "shared weights")
         block = own if own is not None else (shared_memory.attach(ref, groups) if ref is not None else None)
-        able = collectives.gather("all_gather", "sees the shared weights", block is not None)
-        if block is None or not all(able.values()):
-            blind = [rank for rank, sees in able.items() if not sees]
+        able = collectives.reduced("all_reduce", "sees the shared weights", block is not None, "all")
+        if block is None or not able.value:
+            sees_it = collectives.gather("all_gather", "who sees the shared weights", block is not None)
+            blind = [rank for rank, sees in sees_it.items() if not sees]
             raise ConfigurationError(
                 f"Hogwild: workers {blind} cannot map the memory of worker {chief}. Expected all workers on one "
                 "machine, of one user and in one container. Use algorithm='asgd' otherwise."
@@ -64,7 +65,7 @@ class SharedWeights(Synchronizer):
         tensors = self._tensors
         self._copies = algorithm.copies if algorithm.copies is not None else tensors[0].device.type != "cpu"
         self._base: list[Tensor] = []
-        self._alone = len(able) == 1
+        self._alone = len(able.ranks) == 1
         if collectives.rank == chief:
             for shared, tensor in zip(self._shared, tensors, strict=True):
                 shared.copy_(tensor.detach())

@@ -110,8 +110,8 @@ def set_up(
 
 
 def _on_one_machine(collectives: Collectives) -> bool:
-    hosts = set(collectives.gather("gather", "the workers' machines", shared_memory.host_identity()).values())
-    return len(hosts) == 1 and "" not in hosts
+    host = shared_memory.host_identity()
+    return bool(collectives.reduced("all_reduce", "the workers' machines", host, "same").value) and host != ""
 
 
 def check_shapes(state: Mapping[str, Tensor]) -> None:
@@ -180,15 +180,14 @@ def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, m
     """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
 
     These are the chief's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must
-    give the same names. Returns a digest of the chief's values, where this worker has them.
+    give the same names. Returns a digest of the chief's values, or an empty one with ``mean`` if any differed.
     """
     if not collectives.real or not tensors:
         return b""
-    digests = collectives.gather("all_gather", "state digest", _digest(tensors))
-    if len(set(digests.values())) > 1:
-        _copy_values(collectives, tensors, mean=mean)
-    first: bytes = digests.get(collectives.chief, b"")
-    return first
+    digest = _digest(tensors)
+    if collectives.reduced("all_reduce", "state digest", digest, "same").value:
+        return digest
+    return _copy_values(collectives, tensors, mean=mean)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> bytes:
@@ -212,17 +211,19 @@ def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) 
     return theirs
 
 
-def _copy_values(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool) -> None:
+def _copy_values(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool) -> bytes:
+    """See :func:`make_identical`."""
     with torch.no_grad():
         if mean:
             for name, tensor in tensors.items():
                 op = "mean" if tensor.is_floating_point() or tensor.is_complex() else "max"
                 tensor.copy_(collectives.reduce(tensor, op, f"state {name}"))
-            return
-        mine = {n: t.detach().cpu() for n, t in tensors.items()}
-        for name, value in collectives.broadcast_of_chief(mine, "state").items():
+            return b""
+        theirs = collectives.broadcast_of_chief({n: t.detach().cpu() for n, t in tensors.items()}, "state")
+        for name, value in theirs.items():
             if name in tensors:
                 tensors[name].copy_(value)
+        return _digest(theirs)
 
 
 def _tied(module: Module) -> bool:
@@ -232,12 +233,12 @@ def _tied(module: Module) -> bool:
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:
     """Raise on every worker if the module of any differs from the chief's."""
-    problem = ""
+    problem: str | None = None
     try:
         theirs = collectives.broadcast_of_chief(layout.describe(), "layout")
         layout.check_same(theirs, f"worker {worker}", f"worker {collectives.chief}")
     except LayoutMismatchError as error:
         problem = str(error)
-    for text in collectives.gather("all_gather", "layout", problem).values():
-        if text:
-            raise LayoutMismatchError(text)
+    text = collectives.reduced("all_reduce", "layout", problem, "given").value
+    if text is not None:
+        raise LayoutMismatchError(text)

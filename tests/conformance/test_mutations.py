@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.protocol.reductions import reduce
 from lightning_asgd.worker.collectives import Collectives
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Outcome, Pair
@@ -106,42 +107,50 @@ def test_a_rank_that_trains_fewer_epochs(data: str, pair: Pair, tmp_path: Path) 
 def count_calls(lab: Lab) -> dict[str, int]:
     """How many collectives a fit makes."""
     seen = 0
-    original = Collectives.gather
 
-    def counted(self: Collectives, *args: Any, **kwargs: Any) -> Any:
+    def counted(call: Callable[..., Any], self: Collectives, *args: Any, **kwargs: Any) -> Any:
         nonlocal seen
         seen += self.real
-        return original(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
-    Collectives.gather = counted  # type: ignore[method-assign]
-    try:
-        short_fit(lab)
-    finally:
-        Collectives.gather = original  # type: ignore[method-assign]
+    with_collectives(counted, lambda: short_fit(lab))
     return {"calls": seen}
 
 
 def mutated_fit(lab: Lab, n: int, mutation: str) -> None:
     """Fit; rank 1 leaves out its n-th collective, makes it twice, or makes another one in its place."""
     seen = 0
-    original = Collectives.gather
 
-    def mutated(self: Collectives, kind: str, name: str, payload: Any, **about: Any) -> Any:
+    def mutated(call: Callable[..., Any], self: Collectives, kind: str, name: str, *given: Any, **about: Any) -> Any:
         nonlocal seen
         mine = self.real and lab.rank == 1 and seen == n
         seen += self.real
+        payload, *how = given
         if mine and mutation == "skip":
-            return dict.fromkeys(range(2), payload)
+            payloads = dict.fromkeys(range(2), payload)
+            return reduce(*how, payloads) if how else payloads
         if mine and mutation == "reorder":
-            return original(self, "barrier", "another", None)
-        answer = original(self, kind, name, payload, **about)
-        return original(self, kind, name, payload, **about) if mine and mutation == "repeat" else answer
+            return call(self, "barrier", "another", None, *["given" for _ in how])
+        answer = call(self, kind, name, *given, **about)
+        return call(self, kind, name, *given, **about) if mine and mutation == "repeat" else answer
 
-    Collectives.gather = mutated  # type: ignore[method-assign]
+    with_collectives(mutated, lambda: short_fit(lab))
+
+
+def with_collectives(changed: Callable[..., Any], fit: Callable[[], None]) -> None:
+    """Fit while every collective, gathered or reduced, goes through a function that gets the original call first."""
+    originals = {name: getattr(Collectives, name) for name in ("gather", "reduced")}
+    for name, original in originals.items():
+        setattr(Collectives, name, through(changed, original))
     try:
-        short_fit(lab)
+        fit()
     finally:
-        Collectives.gather = original  # type: ignore[method-assign]
+        for name, original in originals.items():
+            setattr(Collectives, name, original)
+
+
+def through(changed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: changed(original, self, *args, **kwargs)
 
 
 def short_fit(lab: Lab) -> None:

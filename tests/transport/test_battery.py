@@ -233,6 +233,22 @@ def test_what_a_worker_does_to_a_collectives_result_is_its_own_affair(link: Link
     assert second[0].tolist() == [0.0, 0.0]
 
 
+def test_a_reduction_is_the_same_for_all_and_each_may_change_its_own(link: Link) -> None:
+    clients = [SessionClient(Connection(link.transport, link.session, rank, 3, timeout_s=WAIT_S)) for rank in range(3)]
+    for client in clients:
+        client.join()
+
+    def work(rank: int) -> Any:
+        collectives = Collectives(clients[rank], WAIT_S)
+        result = collectives.reduce(torch.tensor([rank, 10.0]), "sum")
+        before = result.tolist()
+        result.fill_(rank)
+        return before, result.tolist(), collectives.decide(rank == 1, all=False), collectives.decide(rank == 1)
+
+    expected = [([3.0, 30.0], [float(rank)] * 2, True, False) for rank in range(3)]
+    assert run_workers(3, work) == expected
+
+
 def test_many_may_wait_while_others_are_served(link: Link) -> None:
     workers = 20  # more than a server has threads
     filled(link, [torch.zeros(2), torch.zeros(2)], workers=workers)

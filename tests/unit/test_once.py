@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.protocol import Reply
+from lightning_asgd.protocol import Ranks, Reduced, Reply
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
+from lightning_asgd.transports.reliable_calls import Acknowledgements, EncodedOnce, ReplyCache
 
 
 class Clock:
@@ -95,6 +96,42 @@ def test_answers_that_nobody_takes_do_not_pile_up() -> None:
         once.answer("a", number, [], lambda: None)
     assert len(once._callers["a"].calls) <= 1024
     assert once.answer("a", 0, [], lambda: None) is first  # what is not answered yet is not forgotten
+
+
+def test_a_caller_that_is_silent_is_found_behind_one_that_waits() -> None:
+    clock = Clock()
+    once = ReplyCache(clock)
+    once.answer("waits", 1, [], Future)
+    once.forget("silent", [])
+    clock.now = 700.0
+    once.forget("talks", [])
+    assert list(once._callers) == ["waits", "talks"]
+
+
+def test_the_reply_to_a_collective_is_encoded_once_and_any_other_as_often_as_it_is_sent() -> None:
+    seen: list[Any] = []
+
+    def encode(reply: Any) -> tuple[str, int]:
+        seen.append(reply)
+        return f"encoded {len(seen)}", 10
+
+    once, gathered, reduced = EncodedOnce(encode), {0: "a"}, Reduced(True, Ranks(((0, 2),)))
+    assert [once(gathered) for _ in range(3)] == ["encoded 1"] * 3
+    assert once(dict(gathered)) == "encoded 2"  # another one, though equal: its tensors may be others
+    assert [once(reduced) for _ in range(2)] == ["encoded 3"] * 2
+    assert [once(None) for _ in range(2)] == ["encoded 4", "encoded 5"]
+    assert once(reduced) == "encoded 3"  # another reply came in between
+
+
+def test_an_encoded_reply_that_takes_much_memory_is_not_kept() -> None:
+    seen: list[Any] = []
+
+    def encode(reply: Any) -> tuple[int, int]:
+        seen.append(reply)
+        return len(seen), 100 << 20
+
+    once, gathered = EncodedOnce(encode), {0: "a"}
+    assert [once(gathered) for _ in range(2)] == [1, 2]
 
 
 def test_arrivals_are_told_once() -> None:

@@ -1,0 +1,110 @@
+"""What the coordinator makes of the workers' parts in a collective that reduces them: one value, which all get.
+
+The parts are reduced once, when all are there and in the order of ranks. So the result has the same bits whatever the
+order of their arrival, and a worker that leaves before does not count. A result of floating-point numbers could not be
+had piece by piece: their sum depends on the order, and no part of one can be taken out again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.protocol.collective_messages import JointReport, Place, Ranks, Reduced, SyncReport
+from lightning_asgd.protocol.metric_messages import WorkerMetrics
+
+__all__ = ["TENSOR_REDUCTIONS", "combine", "metrics_in", "reduce"]
+
+
+def reduce(how: str, payloads: Mapping[int, Any]) -> Reduced:
+    """The payloads of workers, which are given in the order of ranks, reduced.
+
+    ``how`` is one of :data:`TENSOR_REDUCTIONS` for lists of tensors of equal shapes, or ``"all"`` and ``"any"`` of
+    flags; ``"same"`` for whether all are equal; ``"given"`` for the first that is not None; ``"report"`` for
+    :class:`SyncReport`. Raises what payloads of other kinds cause.
+    """
+    return Reduced(_REDUCTIONS[how](payloads), Ranks.of(payloads))
+
+
+def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
+    """Reduce tensors of equal shape to one of the same dtype; ``op`` is one of :data:`TENSOR_REDUCTIONS`.
+
+    But the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
+    """
+    stacked = torch.stack(list(parts))
+    result = _OF_TENSORS[op](stacked)
+    if stacked.dtype is torch.bool:
+        return result.floor().bool() if op == "mean" else result.bool()  # whether all are set
+    return result if op == "mean" else result.to(stacked.dtype)
+
+
+def metrics_in(reports: Mapping[int, Any]) -> dict[int, WorkerMetrics]:
+    """The workers' metrics in their reports, by rank."""
+    found = {rank: report.figures for rank, report in reports.items() if isinstance(report, SyncReport)}
+    return {rank: figures for rank, figures in found.items() if isinstance(figures, WorkerMetrics)}
+
+
+_OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda parts: parts.sum(0) / len(parts),
+    "sum": lambda parts: parts.sum(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "product": lambda parts: parts.prod(0),
+    "band": lambda parts: functools.reduce(torch.bitwise_and, parts),
+    "bor": lambda parts: functools.reduce(torch.bitwise_or, parts),
+    "bxor": lambda parts: functools.reduce(torch.bitwise_xor, parts),
+}
+TENSOR_REDUCTIONS = tuple(_OF_TENSORS)
+"""Reductions of tensors, element by element."""
+
+
+def _tensors(op: str, payloads: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    return [combine(op, parts) for parts in zip(*payloads.values(), strict=True)]
+
+
+def _same(payloads: Mapping[int, Any]) -> bool:
+    first, *others = payloads.values()
+    return all(bool(first == other) for other in others)
+
+
+def _given(payloads: Mapping[int, Any]) -> Any:
+    return next((payload for payload in payloads.values() if payload is not None), None)
+
+
+def _joint(reports: Mapping[int, SyncReport]) -> JointReport:
+    versions = {report.versions for report in reports.values()}
+    places = [report.place for report in reports.values() if report.place is not None]
+    return JointReport(
+        Ranks.of(reports),
+        moved=any(report.moved for report in reports.values()),
+        should_stop=any(report.should_stop for report in reports.values()),
+        grown=Ranks.of(rank for rank, report in reports.items() if report.grown),
+        trained=any(report.trained for report in reports.values()),
+        checkpoints=_given({rank: report.checkpoints for rank, report in reports.items()}),
+        versions=versions.pop() if len(versions) == 1 else None,
+        place=_all_together(places) if places else None,
+    )
+
+
+def _all_together(places: Sequence[Place]) -> Place:
+    """When sync points occur: at the end of an epoch if it ends for all, at a validation if any worker validates."""
+    return Place(
+        ends=all(place.ends for place in places),
+        validates=any(place.validates for place in places),
+        step=max(place.step for place in places),
+        batches=max(place.batches for place in places),
+    )
+
+
+_REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {
+    **{op: functools.partial(_tensors, op) for op in TENSOR_REDUCTIONS},
+    "all": lambda payloads: all(map(bool, payloads.values())),
+    "any": lambda payloads: any(map(bool, payloads.values())),
+    "same": _same,
+    "given": _given,
+    "report": _joint,
+}
