@@ -88,7 +88,8 @@ TOOLS = {
 # 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.
 # 195 of the core are what plain loops refuse or warn of, and what grows in them: passes side by side, two in one job.
 # 10 of the core are updates that all servers have when an elastic run's epoch ends, and a last.ckpt that is replaced.
-LINES = {"core": 30_770, "engines": 1_097, "tools": 8_330}
+# 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
+LINES = {"core": 31_360, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
