@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
-__all__ = ["are_in_order", "common", "merged", "without"]
+__all__ = ["RangeSet", "are_in_order", "common", "merged", "without"]
 
 
 def are_in_order(ranges: Iterable[tuple[int, int]], end: float) -> bool:
@@ -33,3 +34,46 @@ def without(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tu
     """Ranges, in their order, without what lies in one range."""
     parts = (part for a, b in ranges for part in ((a, min(b, first)), (max(a, last), b)))
     return [(a, b) for a, b in parts if a < b]
+
+
+class RangeSet:
+    """Ascending ranges that do not overlap, and how many numbers they hold.
+
+    Ranges that touch are one, but at given ``ends``. A change looks only at the ranges beside it.
+    """
+
+    def __init__(self, ends: Collection[int] = ()) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.total = 0
+        self._ends = ends
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges)
+
+    def add(self, first: int, last: int) -> int:
+        """Add the numbers of a range; returns how many were not there."""
+        before = self.total
+        low = high = bisect_left(self.ranges, (first, 0))
+        if low and (self.ranges[low - 1][1] > first or (self.ranges[low - 1][1] == first and first not in self._ends)):
+            low -= 1
+        while high < len(self.ranges) and self.ranges[high][0] <= last:
+            high += 1
+        self._replace(low, high, merged(sorted([*self.ranges[low:high], (first, last)]), self._ends))
+        return self.total - before
+
+    def remove(self, first: int, last: int) -> None:
+        """Remove the numbers of a range."""
+        low = high = bisect_left(self.ranges, (first, 0))
+        low -= low > 0 and self.ranges[low - 1][1] > first
+        while high < len(self.ranges) and self.ranges[high][0] < last:
+            high += 1
+        self._replace(low, high, without(self.ranges[low:high], first, last))
+
+    def at(self, first: int) -> tuple[int, int] | None:
+        """The range that begins with a number, if there is one."""
+        index = bisect_left(self.ranges, (first, 0))
+        return self.ranges[index] if index < len(self.ranges) and self.ranges[index][0] == first else None
+
+    def _replace(self, low: int, high: int, by: list[tuple[int, int]]) -> None:
+        self.total += sum(b - a for a, b in by) - sum(b - a for a, b in self.ranges[low:high])
+        self.ranges[low:high] = by

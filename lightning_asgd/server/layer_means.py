@@ -23,13 +23,13 @@ class Means:
     waited for in the phase that it has ended.
     """
 
-    living: set[int] = field(default_factory=set)
+    living: Collection[int] = ()
     _resting: dict[int, int] = field(default_factory=dict)  # worker -> the phase it has ended
     _waiting: dict[Key, dict[int, tuple[LayerGradient, Tensor]]] = field(default_factory=dict)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
         """Note which workers take part now."""
-        self.living = set(living)
+        self.living = living
         return self._due(list(self._waiting))
 
     def add(self, message: LayerGradient) -> list[Completion]:

@@ -8,53 +8,26 @@ is done once its update has been applied; the units of a worker that fails, or s
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
-from lightning_asgd.ranges import common, merged, without
+from lightning_asgd.ranges import RangeSet, common, without
+from lightning_asgd.server.crowd import ONE
+from lightning_asgd.server.lease_checks import check_epoch, check_request
+from lightning_asgd.server.lease_totals import Counted, Queues, Totals, WorkerLeases
+from lightning_asgd.server.membership import changes
 from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.self_scheduling import Load, steps_to_grant
+from lightning_asgd.server.self_scheduling import Few, Load, Others, steps_to_grant
 
-__all__ = ["Leases", "WorkerLeases"]
+__all__ = ["Leases"]
 
-_LONGEST_S = 1e7  # of a duration that a worker reports
-
-
-@dataclass
-class WorkerLeases:
-    """What is known of a worker in this epoch."""
-
-    held: deque[tuple[int, int]] = field(default_factory=deque)  # granted and not yet applied, in the order of training
-    granted: int = 0
-    trained: int = 0  # both count units, since the epoch began
-    applied: int = 0
-    acknowledged: int = 0  # of those applied here, the ones that the worker knows all servers to have
-    unit_s: float = 0.0  # seconds per unit; 0 if unknown
-    size: int = 0  # units per step; 0 if unknown
-    rtt_s: float = 0.0  # seconds until a request of it is answered
-    flush: float = 0.0  # seconds that its last push takes
-    at: float = 0.0  # when it reported last
-    segment: int = 0
-    served: int = -1  # the last segment of which it was granted something
-    places: list[int] = field(default_factory=lambda: [-1])  # see `LeaseRequest`
-    begun: int = 0  # units that it has of a step which is to be completed
-    stopped: bool = False
-    waiting: LeaseRequest | None = None
-
-    def backlog(self, now: float, unit_s: float) -> float:
-        """Seconds until it has probably trained what it holds. One that is overdue may need as long again."""
-        due = self.at + (self.granted - self.trained) * unit_s
-        return due - now if now <= due else now - due
-
-    def done(self, now: float) -> float:
-        """Units that it has probably trained by now."""
-        if not self.unit_s:
-            return self.trained
-        return min(self.granted, self.trained + max(0.0, now - self.at) / self.unit_s)
+_UNKNOWN = WorkerLeases()
+_FEW = 16  # others, or workers that wait, of whom each is looked at
+_FIRST = 2  # of more that wait, those that are looked at
 
 
 class Leases:
@@ -74,19 +47,25 @@ class Leases:
                     self._expected[number] = WorkerLeases(
                         unit_s=w.unit_s, size=w.size, rtt_s=w.rtt_s, flush=w.flush, at=now
                     )
-        self._free: list[tuple[int, int]] = []
         self._workers: dict[int, WorkerLeases] = {}
         self._living: set[int] = set()
-        self._finished: list[tuple[int, int]] = []
+        self._strangers: set[int] = set()  # workers that hold units, or did, and are not living
+        self._totals = Totals()
+        self._pushed: set[int] = set()  # workers of whom updates were applied since the totals were up to date
+        self._queues = Queues()
         self._cuts = epoch.shards or epoch.ends  # where free ranges end at the latest
         self._cut_at = frozenset(self._cuts)
+        self._free = RangeSet(self._cut_at)
+        self._free_until: Counter[int] = Counter()  # units, by the end of their segment or shard
+        self._finished = RangeSet()
         self._ended: dict[int, int] = {}  # first number without a sample, by the end of its shard
+        self._turns = self._held = 0  # workers so far; units that they hold
         self._halted = False  # whether nothing is granted any more
         start = 0
         for first, last in sorted(epoch.done):
             if start < first:
                 self._release(start, first)
-            self._finish(first, last)
+            self._finished.add(first, last)
             start = max(start, last)
         if start < epoch.numbers:
             self._release(start, epoch.numbers)
@@ -94,7 +73,7 @@ class Leases:
     @property
     def finished(self) -> tuple[tuple[int, int], ...]:
         """Ranges of units whose updates have been applied."""
-        return tuple(self._finished)
+        return tuple(self._finished.ranges)
 
     def worker(self, number: int) -> tuple[float, int]:
         """Seconds per step of a worker, and how many it has trained; both 0 if nothing is known."""
@@ -104,28 +83,20 @@ class Leases:
 
     def check(self, other: Epoch, worker: int) -> None:
         """Raise if a worker opens another epoch under the same key."""
-        if other.order != self.epoch.order:
-            raise ProtocolError(
-                f"Worker {worker} has another order of samples for epoch {other.key} than the others. Expected the "
-                "same: give your sampler a generator with the same seed on all workers, or pass data='split' to the "
-                "strategy."
-            )
-        if other.step != self.epoch.step:
-            raise ProtocolError(
-                f"Worker {worker} counts {other.step} samples per optimizer step in epoch {other.key}, the others "
-                f"{self.epoch.step}. Expected the same accumulate_grad_batches on every worker; batch sizes may differ."
-            )
-        if (other.units, other.ends, other.shards) != (self.epoch.units, self.epoch.ends, self.epoch.shards):
-            raise ProtocolError(
-                f"Worker {worker} has {other.units} units in sync intervals that end at {other.ends[-3:]} for epoch "
-                f"{other.key}; the others have {self.epoch.units}, {self.epoch.ends[-3:]}. Expected the same data set "
-                "and Trainer arguments on every worker, or data='split'."
-            )
+        check_epoch(self.epoch, other, worker)
 
     def update_members(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
         """Update who takes part: the workers that others wait for, and those catching up, which may train too."""
-        self._living = set(living)
-        answers = [a for number in set(self._workers) - self._living - set(behind) for a in self._drop(number)]
+        changed = changes(self._living, living)
+        self._living ^= changed
+        self._strangers |= self._workers.keys() & changed
+        self._strangers -= self._living & changed
+        gone = sorted(self._strangers.difference(behind), key=lambda each: self._workers[each].turn)
+        answers = [answer for number in gone for answer in self._drop(number)]
+        for number in changed:
+            if number not in self._living:
+                self._expected.pop(number, None)
+            self._note(number)
         return answers + self.retry(now)
 
     def forget(self, number: int, now: float) -> list[Completion]:
@@ -135,18 +106,23 @@ class Leases:
     def stop_waiting_for(self, numbers: Collection[int], now: float) -> list[Completion]:
         """Reserve nothing for workers that have finished the sync interval, as a lost server had announced."""
         for number in numbers:
-            self._workers.setdefault(number, WorkerLeases()).stopped = True
+            self._of(number).stopped = True
+            self._note(number)
         return self.retry(now)
 
     def reinstate(self, number: int, part: LeaseHoldings) -> None:
         """Restore what a worker reports that a lost coordinator granted it."""
-        worker = self._workers[number] = WorkerLeases(trained=part.trained, segment=part.served, served=part.served)
-        worker.acknowledged = part.applied
+        if number in self._workers:
+            self._drop(number)
+        worker = self._of(number)
+        worker.trained, worker.acknowledged = part.trained, part.applied
+        worker.segment = worker.served = part.served
         for first, last in part.granted:
             worker.granted += last - first
-            worker.applied += sum(b - a for a, b in common(self._finished, first, last))
-            for a, b in common(self._free, first, last):
+            worker.applied += sum(b - a for a, b in common(self._finished.ranges, first, last))
+            for a, b in common(self._free.ranges, first, last):
                 self._hold(worker, a, b)
+        self._note(number)
 
     def learn_ends(self, numbers: Collection[int]) -> None:
         """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
@@ -159,24 +135,15 @@ class Leases:
         worker = self._workers.get(number)
         if worker is not None:
             self._apply(worker, units)
+            self._pushed.add(number)
 
     def serve(self, request: LeaseRequest, now: float) -> list[Completion]:
         """Grant units to a worker; the reply to a request that waits comes later."""
-        durations = request.unit_s, request.rtt_s, request.flush
-        if request.size < 1 or request.trained < 0 or not all(0 <= each < _LONGEST_S for each in durations):
-            raise ProtocolError(
-                f"Worker {request.worker} asks for units with size={request.size}, trained={request.trained} and "
-                f"durations of {durations} s. Expected at least 1, at least 0, and finite numbers from 0."
-            )
-        if not 0 <= request.segment < len(self.epoch.ends):
-            raise ProtocolError(
-                f"Worker {request.worker} asks for units after sync interval {request.segment} of epoch "
-                f"{self.epoch.key}. Expected at least 0, and less than {len(self.epoch.ends)}."
-            )
+        check_request(self.epoch, request)
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
             raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
-        worker = self._workers.setdefault(request.worker, WorkerLeases())
+        worker = self._of(request.worker)
         worker.size, worker.begun = request.size, request.begun % request.size
         self._note_ends(request.worker, worker, request.ended)
         self._take_back(worker, request.returned)
@@ -188,51 +155,70 @@ class Leases:
         answers: list[Completion] = []
         if worker.waiting is not None:
             answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
-        worker.waiting = None if request.stop else request
+        self._block(worker, None if request.stop else request)
         worker.stopped = request.stop
         self._apply(worker, request.applied)
         worker.acknowledged = request.applied
         self._halted |= request.halt
         if request.stop:
             self._give_back(worker, trained_too=False)
+        self._note(request.worker)
+        if request.stop:
             answers.append(Completion(request, LeaseGrant(over=True, progress=self._progress(now))))
-        answers += self.retry(now)
+        answers += self.retry(now, request.worker)
         if worker.waiting is request and not request.wait:
-            worker.waiting = None
+            self._block(worker, None)
+            self._note(request.worker)
             # If others hold all that is left, a worker without a unit would not notice the end of the segment.
             late = worker.served < request.segment
             grant = self._dummy(worker, request, now) if late else self._grant(worker, (), now, final=True)
             answers.append(Completion(request, grant))
         return answers
 
-    def retry(self, now: float) -> list[Completion]:
-        """Look again at the requests that wait."""
+    def retry(self, now: float, *workers: int) -> list[Completion]:
+        """Look again at the requests that wait, and at those of some ``workers`` in any case."""
+        self._pass_time(now)
         answers: list[Completion] = []
         again = True
         while again:
             again = False
-            for number, worker in self._workers.items():
+            for number in sorted({*self._candidates(), *workers}, key=lambda each: self._workers[each].turn):
+                worker = self._workers[number]
                 request = worker.waiting
                 grant = None if request is None else self._answer(number, worker, request, now)
                 if request is not None and grant is not None:
-                    worker.waiting = None
                     answers.append(Completion(request, grant))
                     again = True
         return answers
 
+    def _candidates(self) -> list[int]:
+        """Workers that may wait no longer. If those that would train a step first should wait, all should."""
+        found: list[int] = []
+        for segment, waiting in self._queues.items():
+            if self._over(segment):
+                found += [number for _, number in waiting]
+            elif not self._halted and self._left(segment):
+                found += [number for _, number in waiting[: _FEW if len(waiting) <= _FEW else _FIRST]]
+        return found
+
     def _answer(self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant | None:
         """What a waiting worker is granted; None if it must wait on."""
-        ranges = []
+        self._totals.take(number)
+        ranges, final = [], False
         for first, last in self._choose(number, worker, request, now):
             self._hold(worker, first, last)
             worker.granted += last - first
             ranges.append((first, last))
         if ranges:
-            worker.waiting = None  # or it would count as waiting
+            self._block(worker, None)  # or it would count as waiting
             final = not self._units_for(number, worker, request.segment, now)
+        self._note(number)
+        if ranges:
             return self._grant(worker, ranges, now, final=final)
         if not self._over(request.segment):
             return None
+        self._block(worker, None)
+        self._note(number)
         if worker.served < request.segment:
             return self._dummy(worker, request, now)
         return replace(self._grant(worker, (), now, over=True), halted=self._halted)
@@ -247,64 +233,65 @@ class Leases:
         if units == 0:
             return
         worker.served = request.segment
-        first, last = self._free_in(request.segment)[0]
-        if not self._unserved(number, request.segment) and 2 * (last - first - units) < worker.size:
+        first, last = self._free.ranges[0]
+        if not self._unserved(request.segment, worker.size)[0] and 2 * (last - first - units) < worker.size:
             units = last - first  # else too little would be left for a step
         yield first, min(last, first + units)
 
     def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
-        """How many of the free units of a segment a worker should train next."""
-        left = sum(last - first for first, last in self._free_in(segment))
+        """How many of the free units of a segment a worker should train next. It is not among those in the totals."""
+        left = self._left(segment)
         if not left or self._halted:
             return 0
-        unserved = self._unserved(number, segment)
-        others = self._others(number)
-        surplus = left - sum(w.size or worker.size for w in unserved)
-        steps = self._steps(worker, others, left, now) if surplus > 0 else 0
+        unserved, reserved = self._unserved(segment, worker.size)
+        surplus = left - reserved
+        steps = self._steps(number, worker, left, now) if surplus > 0 else 0
         units = (min(steps, surplus // worker.size) if unserved else steps) * worker.size
         if worker.served >= segment:
             return units
-        least = min(worker.size, max(1, left // (1 + len(unserved))))
-        return max(least, units) if all(w.unit_s for w in others) else least
+        least = min(worker.size, max(1, left // (1 + unserved)))
+        return least if self._totals.sums["unpaced"] else max(least, units)
 
-    def _steps(self, worker: WorkerLeases, others: list[WorkerLeases], left: int, now: float) -> int:
+    def _steps(self, number: int, worker: WorkerLeases, left: int, now: float) -> int:
         """How many steps to grant, from the workers' speeds."""
-        known = [w.unit_s for w in (worker, *others) if w.unit_s]
         if not worker.unit_s:
             return 1
-        mean = sum(known) / len(known)
-        loads = [
-            Load(
-                w.flush + (w.backlog(now, w.unit_s or mean) if w.waiting is None else 0.0),
-                w.unit_s or mean,
-                w.size or worker.size,
-            )
-            for w in others
-        ]
         free_s = worker.flush + max(0, worker.granted - worker.trained) * worker.unit_s
         mine = Load(free_s, worker.unit_s, worker.size)
         # If all wait, each would leave the rest to another: the worker that finishes first must take it.
-        return steps_to_grant(mine, loads, left, worker.rtt_s, must=self._all_wait)
+        return steps_to_grant(mine, self._others(number, worker, now), left, worker.rtt_s, must=self._all_wait(worker))
 
-    def _others(self, number: int) -> list[WorkerLeases]:
+    def _others(self, number: int, worker: WorkerLeases, now: float) -> Others:
+        """The other workers; one whose speed is unknown counts as a mean one."""
+        crowd = self._totals.crowd
+        crowd.unpaced = self._totals.sums["unpaced"]
+        if len(crowd) > _FEW:
+            return crowd
         known = self._expected | self._workers
         if self._all_train:  # else a worker that has just joined may take long to set up; others do not wait for it
             known = {n: WorkerLeases() for n in self._living} | known
-        return [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
+        others = [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
+        paces = [w.unit_s for w in (worker, *others) if w.unit_s]
+        mean = sum(paces) / len(paces)
+        return Few([w.load(now, mean, worker.size) for w in others])
 
-    @property
-    def _all_wait(self) -> bool:
-        """Whether no worker trains any more, so that none will return for what is left."""
-        there = (worker for number, worker in self._workers.items() if number in self._living)
-        return all(worker.stopped or (worker.waiting is not None and worker.waiting.wait) for worker in there)
+    def _all_wait(self, worker: WorkerLeases) -> bool:
+        """Whether no worker trains any more, this one neither, so that none will return for what is left."""
+        return not self._totals.sums["training"] and (worker.stopped or worker.waits)
 
-    def _unserved(self, number: int, segment: int) -> list[WorkerLeases]:
-        """The other workers without a unit of the segment, which would not notice its end."""
-        return [w for w in self._others(number) if w.served < segment] if self._all_train else []
+    def _unserved(self, segment: int, size: int) -> tuple[int, int]:
+        """How many others have no unit of a segment, and units to leave: a step for each, of this size if unknown."""
+        totals = self._totals
+        served = [each for each in totals.others if each < segment] if self._all_train else []  # most often one
+        reserved = sum(totals.sizes[each] + size * totals.unsized[each] for each in served)
+        return sum(totals.others[each] for each in served), reserved
 
-    def _free_in(self, segment: int) -> list[tuple[int, int]]:
-        """The free ranges of the segments up to this one."""
-        return [(first, last) for first, last in self._free if first < self.epoch.ends[segment]]
+    def _left(self, segment: int) -> int:
+        """Free units of the segments up to this one."""
+        if not self._free or self._free.ranges[0][0] >= self.epoch.ends[segment]:
+            return 0
+        first = bisect_right(self.epoch.ends, self._free.ranges[0][0])
+        return sum(self._free_until[end] for end in self.epoch.ends[first : segment + 1])
 
     def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
         """Take note of where a worker says that shards end."""
@@ -318,6 +305,7 @@ class Leases:
             worker.held = deque(without(worker.held, first, last))
             for a, b in held:
                 worker.granted -= b - a
+                self._held -= b - a
                 self._release(a, b)
 
     @property
@@ -327,14 +315,53 @@ class Leases:
 
     def _over(self, segment: int) -> bool:
         """Whether a sync interval is over. Without a sync point to follow, all other servers have its updates, too."""
-        end = self.epoch.ends[segment]
-        workers = self._workers.values()
-        if not self._all_train and any(w.acknowledged < w.applied for w in workers if not w.stopped):
-            return False
-        held = (first for worker in workers for first, _ in worker.held)
-        return (self._halted or not self._free_in(segment)) and all(first >= end for first in held)
+        held = min(self._totals.holding, default=segment + 1)
+        return held > segment and not self._lacking and (self._halted or not self._left(segment))
+
+    @property
+    def _lacking(self) -> bool:
+        """Whether other servers may lack an update, and no sync point follows."""
+        return not self._all_train and self._totals.sums["lacking"] > 0
+
+    def _holds(self, worker: WorkerLeases) -> int | None:
+        """The first segment that is not over before a worker has trained what it holds; None if it holds nothing."""
+        return bisect_right(self.epoch.ends, min(worker.held)[0]) if worker.held else None
 
     # ------------------------------------------------------------------ book-keeping
+
+    def _of(self, number: int) -> WorkerLeases:
+        """What is known of a worker that makes a request, or holds units."""
+        if number not in self._workers:
+            self._workers[number] = WorkerLeases(turn=self._turns)
+            self._turns += 1
+            self._strangers |= {number} - self._living
+        return self._workers[number]
+
+    def _note(self, number: int) -> None:
+        """Keep the totals up to date with a worker that has changed."""
+        known, lives = number in self._workers, number in self._living
+        worker = self._workers.get(number) or self._expected.get(number) or (_UNKNOWN if self._all_train else None)
+        if worker is None or not (known or lives):
+            self._totals.take(number)
+        else:
+            holds = self._holds(worker) if known else None
+            self._totals.put(number, Counted(worker, lives and not worker.stopped, known, holds))
+
+    def _block(self, worker: WorkerLeases, request: LeaseRequest | None) -> None:
+        """Have a request wait, or none any more."""
+        if worker.waiting is not None:
+            self._queues.remove(worker.waiting, worker.urgency)
+        worker.waiting = request
+        if request is not None:
+            worker.urgency = self._urgency(worker, request.segment)
+            self._queues.add(request, worker.urgency)
+
+    def _urgency(self, worker: WorkerLeases, segment: int) -> float:
+        """What those that wait are ordered by: the seconds until a worker would have trained and pushed a step.
+
+        One that units are reserved for is the first.
+        """
+        return -1.0 if worker.served < segment else worker.flush + worker.size * worker.unit_s
 
     def _grant(
         self,
@@ -345,30 +372,34 @@ class Leases:
         over: bool = False,
         final: bool = False,
     ) -> LeaseGrant:
-        rates = [1 / w.unit_s for n, w in self._workers.items() if w.unit_s and n in self._living and not w.stopped]
-        ratio = sum(rates) * worker.unit_s if worker.unit_s and rates else float(max(1, len(self._living)))
+        rate = self._totals.sums["rate"] / ONE
+        ratio = rate * worker.unit_s if worker.unit_s and rate else float(max(1, len(self._living)))
         exhausted = over and self._exhausted
         return LeaseGrant(tuple(ranges), over, self._progress(now), ratio, final=final, exhausted=exhausted)
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """A dummy batch, whose update is discarded."""
         worker.served, end = request.segment, self.epoch.ends[request.segment]
+        self._note(request.worker)
         begin = self.epoch.ends[request.segment - 1] if request.segment else 0
         return replace(self._grant(worker, [(max(begin, end - request.size), end)], now, final=True), void=True)
 
     def _progress(self, now: float) -> float:
         """Units that have probably been trained by now."""
-        done = sum(last - first for first, last in self._finished)
-        return done + sum(max(0.0, w.done(now) - w.applied) for w in self._workers.values())
+        self._pass_time(now)
+        return self._finished.total + self._totals.progress
+
+    def _pass_time(self, now: float) -> None:
+        """Bring the totals up to date."""
+        self._totals.advance(now)
+        while self._pushed:
+            self._note(self._pushed.pop())
 
     def _hold(self, worker: WorkerLeases, first: int, last: int) -> None:
-        index = next(i for i, (a, b) in enumerate(self._free) if a <= first < b)
-        a, b = self._free.pop(index)
-        if a < first:
-            insort(self._free, (a, first))
-        if last < b:
-            insort(self._free, (last, b))
+        self._free.remove(first, last)
+        self._free_until[self._cuts[bisect_right(self._cuts, first)]] -= last - first
         worker.held.append((first, last))
+        self._held += last - first
 
     def _apply(self, worker: WorkerLeases, applied: int) -> None:
         """Note how many of the units granted to a worker have been applied, from the first on."""
@@ -377,7 +408,8 @@ class Leases:
         while fresh > 0 and worker.held:
             first, last = worker.held.popleft()
             part = min(fresh, last - first)
-            self._finish(first, first + part)
+            self._finished.add(first, first + part)
+            self._held -= part
             fresh -= part
             if first + part < last:
                 worker.held.appendleft((first + part, last))
@@ -394,14 +426,19 @@ class Leases:
             if first + part < last:
                 self._release(first + part, last)
                 worker.granted -= last - first - part
+                self._held -= last - first - part
         worker.held = kept
 
     def _drop(self, number: int) -> list[Completion]:
         worker = self._workers.pop(number)
+        self._strangers.discard(number)
+        request = worker.waiting
+        self._block(worker, None)
         self._give_back(worker, trained_too=True)
-        if worker.waiting is None:
+        self._note(number)
+        if request is None:
             return []
-        return [Completion(worker.waiting, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
+        return [Completion(request, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, in ranges that end with segments, or shards, at the latest."""
@@ -409,10 +446,5 @@ class Leases:
             end = self._cuts[bisect_right(self._cuts, first)]
             stop = min(last, self._ended.get(end, end))
             if first < stop:
-                insort(self._free, (first, stop))
+                self._free_until[end] += self._free.add(first, stop)
             first = min(last, end)
-        self._free = merged(self._free, self._cut_at)
-
-    def _finish(self, first: int, last: int) -> None:
-        insort(self._finished, (first, last))
-        self._finished = merged(self._finished)

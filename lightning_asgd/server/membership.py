@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
 
-__all__ = ["Membership"]
+__all__ = ["Membership", "changes"]
 
 _SUSPENDED_S = 2.0  # a longer time between two checks of the clock: this process was suspended
 _MOST_LOST_S = 15.0  # others look for another host after 20 s (`HeartbeatThread`)
@@ -58,8 +58,18 @@ class Membership:
     agreed_chief: int = 0  # the chief of a job, as the workers' latest collective has it
     aborted: str = ""  # why the session is over
     metrics: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
+    living: set[int] = field(init=False)  # that others wait for: neither gone nor suspected nor catching up
+    trusted: set[int] = field(init=False)  # those of them that may train
+    expected: set[int] = field(init=False)  # all that belong to the session, whatever became of them
+    composition: int = 0  # how often who takes part has changed; compared before and after to notice a change
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
+    _eldest: int | None = None  # the chief of an elastic run, unless it may have changed
+    _reported: tuple[int, dict[int, int], dict[int, str]] | None = None  # see :meth:`reported`
+
+    def __post_init__(self) -> None:
+        self.expected = set(range(self.world_size)) if self.world_size else self.joined
+        self._place_all()
 
     @classmethod
     def following(cls, before: Membership | None, message: Join, exited: dict[int, str]) -> Membership:
@@ -98,28 +108,40 @@ class Membership:
     @property
     def reported_left(self) -> dict[int, str]:
         """The workers that left, for replies: none of an elastic run, where there may be very many."""
-        return {} if self.elastic else dict(self.left)
+        return self._for_replies()[1]
 
     @property
-    def expected(self) -> set[int]:
-        """All workers that belong to the session, whatever became of them."""
-        return set(range(self.world_size)) if self.world_size else self.joined
+    def reported_incarnations(self) -> dict[int, int]:
+        """How often each worker was suspected, for replies."""
+        return self._for_replies()[0]
 
-    @property
-    def living(self) -> set[int]:
-        """Workers that others wait for: neither gone nor suspected nor catching up."""
-        there = {worker for worker in self.expected if worker not in self.left}  # of whom there may be very many
-        return there - self.suspected.keys() - self.catching_up
+    def _for_replies(self) -> tuple[dict[int, int], dict[int, str]]:
+        """Copies that are never changed: replies share them until a worker is suspected or leaves."""
+        if self._reported is None or self._reported[0] != self.composition:
+            self._reported = self.composition, dict(self.incarnations), {} if self.elastic else dict(self.left)
+        return self._reported[1:]
 
-    @property
-    def trusted(self) -> set[int]:
-        """Those of the living who may train."""
-        return self.living - self.fenced
+    def _place(self, worker: int) -> None:
+        """Note that a worker's part in the session has changed."""
+        away = worker in self.left or worker in self.suspected or worker in self.catching_up
+        lives = worker in self.expected and not away
+        (self.living.add if lives else self.living.discard)(worker)
+        (self.trusted.add if lives and worker not in self.fenced else self.trusted.discard)(worker)
+        self.composition += 1
+        if self._eldest is None or worker <= self._eldest:
+            self._eldest = None
+
+    def _place_all(self) -> None:
+        self.living, self.trusted, self._eldest = set(), set(), None
+        for worker in self.expected:
+            self._place(worker)
 
     @property
     def awaited(self) -> set[int]:
         """Workers without which no collective is completed."""
-        return self.living | ({self.agreed_chief} & self.expected - set(self.left))
+        chief = self.agreed_chief
+        absent = chief in self.expected and chief not in self.left and chief not in self.living
+        return self.living | {chief} if absent else self.living
 
     @property
     def expected_back(self) -> set[int]:
@@ -131,12 +153,9 @@ class Membership:
         """The worker that logs and writes checkpoints; in an elastic run the one that has been there longest."""
         if self.world_size and self.agreed_chief not in self.left:
             return self.agreed_chief
-        return min(self.trusted - self.unheard or self.trusted or self.living, default=0)
-
-    @property
-    def composition(self) -> tuple[frozenset[int], ...]:
-        """Compared before and after to notice a change."""
-        return frozenset(self.living), frozenset(self.catching_up), frozenset(self.fenced)
+        if self._eldest is None or self._eldest not in self.trusted or self._eldest in self.unheard:
+            self._eldest = min(self.trusted - self.unheard or self.trusted or self.living, default=0)
+        return self._eldest
 
     def check_process(self, worker: int, process: str, session: str = "") -> None:
         """Raise a ``LaunchError`` if a worker is another process; a message of another ``session`` fails later."""
@@ -190,6 +209,7 @@ class Membership:
         self.catching_up.add(worker)
         self._heard[worker] = now
         self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
+        self._place(worker)
         self.metrics.pop(worker, None)
         whose = f"process {_named(before)} as worker {worker}" if before else f"worker {worker}"
         self.publish(f"Process {_named(process)} replaces {whose} ({why}).")
@@ -221,7 +241,9 @@ class Membership:
     def note_heartbeat(self, worker: int, now: float) -> None:
         """Count any message as a heartbeat."""
         self._hear(worker, now)
-        self.unheard.discard(worker)
+        if worker in self.unheard:
+            self.unheard.discard(worker)
+            self._eldest = None
 
     def _hear(self, worker: int, now: float) -> None:
         """Note a heartbeat, which never shortens the time that :meth:`restore` gives a worker."""
@@ -255,11 +277,11 @@ class Membership:
         self.processes[worker] = process
         self.fenced.discard(worker)
         self._hear(worker, now)
-        if worker not in self.suspected:
-            return False
-        del self.suspected[worker]
-        self.catching_up.add(worker)
-        return True
+        suspected = self.suspected.pop(worker, None) is not None
+        if suspected:
+            self.catching_up.add(worker)
+        self._place(worker)
+        return suspected
 
     def agree_on_chief(self, values: Collection[int]) -> None:
         """Note whom the workers that get these values of a collective take for the chief from now on."""
@@ -270,6 +292,7 @@ class Membership:
         """End a worker's absence: it is waited for again."""
         self.suspected.pop(worker, None)
         self.catching_up.discard(worker)
+        self._place(worker)
         self.publish(f"Worker {worker} has rejoined.")
 
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
@@ -282,6 +305,7 @@ class Membership:
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)
+            self._place(worker)
             self._heard[worker] = now + _REPORT_S
         self.admitted = max(self.admitted, admitted + _UNHEARD)
 
@@ -297,6 +321,7 @@ class Membership:
             worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
         }
         self.fenced |= fenced
+        self._place_all()
         self.publish("A server was lost, and restored from the workers' copies.")
 
     def leave(self, worker: int, reason: str, details: str = "") -> bool:
@@ -324,6 +349,7 @@ class Membership:
         self.catching_up.discard(worker)
         self.fenced.discard(worker)
         self.unheard.discard(worker)
+        self._place(worker)
 
     def _forget(self, worker: int) -> None:
         """Keep nothing for a worker that left long ago: a run may have thousands, one after the other."""
@@ -364,6 +390,7 @@ class Membership:
             self.fenced.add(worker)
             self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
             self.catching_up.discard(worker)
+            self._place(worker)
             if self.index > 0:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
@@ -393,7 +420,7 @@ class Membership:
 
     def _lose(self, worker: int, fate: str) -> bool:
         """End the session if it cannot or must not do without a worker."""
-        left = len(self.living | self.catching_up)
+        left = len(self.living) + len(self.catching_up)
         why = ""
         if worker == self.agreed_chief and worker in self.left and not self.policy.another_chief:
             why = f"Worker {worker}, which logs and writes the checkpoints, {fate}."
@@ -404,6 +431,12 @@ class Membership:
         if why:
             self.end(f"{why} Start the job again from its last checkpoint: trainer.fit(..., ckpt_path='last').")
         return bool(why)
+
+
+def changes(before: set[int], now: Collection[int]) -> set[int]:
+    """The workers that are in only one of two sets."""
+    now = now if isinstance(now, set) else set(now)
+    return (before - now) | (now - before)  # no set of all is made
 
 
 def _place(session: str) -> tuple[int, ...]:

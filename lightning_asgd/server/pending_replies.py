@@ -6,7 +6,9 @@ other can have its number meanwhile.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch.futures import Future
@@ -33,33 +35,54 @@ class PendingReplies:
     """Requests that are answered later, in the order of their arrival."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, tuple[Any, Future[Any]]] = {}  # by id of the request
+        self._pending: dict[int, tuple[int, Any, Future[Any]]] = {}  # by id of the request: its number, and its future
+        # Requests of a kind, and those of one worker, by id: most messages ask for a few of very many.
+        self._kinds: defaultdict[type, dict[int, None]] = defaultdict(dict)
+        self._workers: defaultdict[tuple[type, int], dict[int, None]] = defaultdict(dict)
+        self._arrived = 0
 
     def __contains__(self, request: Any) -> bool:
         return id(request) in self._pending
 
     def of(self, *kinds: type) -> list[Any]:
         """The pending requests of these kinds."""
-        return [request for request, _ in self._pending.values() if isinstance(request, kinds)]
+        ids = [each for kind, ids in self._kinds.items() if issubclass(kind, kinds) for each in ids]
+        return [request for _, request, _ in sorted(map(self._pending.__getitem__, ids), key=itemgetter(0))]
 
     def add(self, request: Any) -> Future[Any]:
         """Keep a request; its reply comes with the future."""
         future: Future[Any] = Future()
-        self._pending[id(request)] = request, future
+        self._arrived += 1
+        self._pending[id(request)] = self._arrived, request, future
+        self._kinds[type(request)][id(request)] = None
+        self._workers[_whose(request)][id(request)] = None
         return future
 
     def take(self, request: Any) -> Future[Any]:
         """Remove a request; the caller replies to it."""
-        return self._pending.pop(id(request))[1]
+        *_, future = self._pending.pop(id(request))
+        del self._kinds[type(request)][id(request)]
+        of_worker = self._workers[_whose(request)]
+        del of_worker[id(request)]
+        if not of_worker:
+            del self._workers[_whose(request)]
+        return future
 
     def complete_all(self, kind: type, reply: Any, workers: Collection[int] | None = None) -> None:
         """Reply to all requests of a kind, or to those of some workers."""
-        for request in self.of(kind):
-            if workers is None or request.worker in workers:
-                self.complete(request, reply)
+        if workers is None:
+            requests = self.of(kind)
+        else:
+            ids = [each for worker in workers for each in self._workers.get((kind, worker), ())]
+            requests = [self._pending[each][1] for each in ids]
+        for request in requests:
+            self.complete(request, reply)
 
     def complete(self, request: Any, reply: Any) -> None:
         """Reply to a request, unless it was answered before; an error fails it."""
-        _, future = self._pending.pop(id(request), (None, None))
-        if future is not None:
-            future.set_result(failure(reply) if isinstance(reply, ASGDError) else reply)
+        if request in self:
+            self.take(request).set_result(failure(reply) if isinstance(reply, ASGDError) else reply)
+
+
+def _whose(request: Any) -> tuple[type, int]:
+    return type(request), getattr(request, "worker", -1)

@@ -84,7 +84,9 @@ class RunRegistry:
         bootstraps = not self.bootstrapped
         if bootstraps and self.bootstrap_worker in members.living:
             return None
-        processes = {worker: members.processes[worker] for worker in members.living if worker in members.processes}
+        processes = dict(members.processes)
+        for absent in processes.keys() - members.living:
+            del processes[absent]
         worker = members.admit(message.about, now, message.process)
         if bootstraps:
             self.bootstrap_worker = worker

@@ -10,9 +10,9 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["MUCH_FASTER", "Load", "finish_s", "steps_to_grant"]
+__all__ = ["MUCH_FASTER", "Few", "Load", "Others", "Sooner", "finish_s", "steps_to_grant"]
 
 _CHUNK_S = 0.5  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
 _TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
@@ -31,20 +31,67 @@ class Load(NamedTuple):
     size: int  # units per step
 
 
-def steps_to_grant(mine: Load, others: Sequence[Load], left: int, rtt_s: float, *, must: bool) -> int:
+class Sooner(Protocol):
+    """Workers that may finish sooner than another."""
+
+    def are_sooner(self, units: int, than_s: float, than: Load, factor: float) -> bool:
+        """Whether ``factor`` times the seconds that they need for a number of units are less than ``than_s``.
+
+        These are those of the worker ``than``.
+        """
+
+
+class Others(Sooner, Protocol):
+    """The other workers."""
+
+    def __len__(self) -> int: ...
+
+    def much_faster(self, than: Load) -> Sooner | None:
+        """Those that are much faster than a worker; None if there are none."""
+
+    def finish_s(self, units: int, mine: Load, most_s: float) -> float:
+        """Seconds until they and another worker have trained a number of units; from ``most_s`` on any that is more."""
+
+
+class Few:
+    """Others that are few enough to look at each."""
+
+    def __init__(self, loads: Sequence[Load]) -> None:
+        self._loads = loads
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def are_sooner(self, units: int, than_s: float, than: Load, factor: float) -> bool:
+        """See :class:`Others`."""
+        return than_s > factor * finish_s(self._loads, units)
+
+    def much_faster(self, than: Load) -> Few | None:
+        """See :class:`Others`."""
+        faster = [load for load in self._loads if load.unit_s * MUCH_FASTER < than.unit_s]
+        return Few(faster) if faster else None
+
+    def finish_s(self, units: int, mine: Load, most_s: float) -> float:
+        """See :class:`Others`."""
+        return finish_s([*self._loads, mine], units)
+
+
+def steps_to_grant(mine: Load, others: Sequence[Load] | Others, left: int, rtt_s: float, *, must: bool) -> int:
     """How many steps to grant: half of a worker's share of what is left; none if the others finish sooner without it.
 
     ``must``: no other worker will return for what is left, so this one need not finish sooner than much faster ones.
     """
+    crew = Few(others) if isinstance(others, Sequence) else others
     finish = mine.free_s + min(mine.size, left) * mine.unit_s
-    if others and finish > _LATE * finish_s(others, left):
+    if len(crew) and crew.are_sooner(left, finish, mine, _LATE):
         return 0
-    faster = [load for load in others if load.unit_s * MUCH_FASTER < mine.unit_s]
-    if faster and not must and finish > _SOONER * finish_s(faster, left):
+    faster = None if must else crew.much_faster(mine)
+    if faster is not None and faster.are_sooner(left, finish, mine, _SOONER):
         return 0
-    share = max(0.0, finish_s([*others, mine], left) - mine.free_s) / mine.unit_s
+    most_s = max(_CHUNK_S, _TRIPS * rtt_s)
+    share = max(0.0, crew.finish_s(left, mine, mine.free_s + 2 * most_s) - mine.free_s) / mine.unit_s
     units = max(share / 2, min(share, rtt_s / mine.unit_s))  # enough until the next reply
-    units = min(units, max(_CHUNK_S, _TRIPS * rtt_s) / mine.unit_s)
+    units = min(units, most_s / mine.unit_s)
     return max(1, int(units / mine.size))
 
 

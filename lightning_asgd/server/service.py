@@ -425,11 +425,11 @@ class Service:
                 if request.fetch:
                     epoch, done = self.state.epochs.done
                     reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
-                    reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
+                    reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
                 if begun is not None:
                     reply = replace(reply, busy_s=self._clock() - begun)
             elif isinstance(reply, LeaseGrant):
-                reply = replace(reply, incarnations=dict(members.incarnations), left=members.reported_left)
+                reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:

@@ -45,6 +45,7 @@ class SessionState:
     buffers: Buffers = field(default_factory=Buffers)
     islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
+    _listed: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None  # see :meth:`_present`
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTable(self.members)
@@ -73,17 +74,25 @@ class SessionState:
             raise WorkerLostError(members.aborted)
         if isinstance(message.figures, WorkerMetrics):
             members.metrics[worker] = message.figures
-        living, chief = members.living, members.chief
+        chief, (living, holding) = members.chief, self._present()
         return HeartbeatReply(
             members.events_after(message.heard),
-            tuple(sorted(living)),
+            living,
             dict(members.metrics) if worker == chief else {},
             chief,
-            tuple(sorted(living & self.have_weights)),
+            holding,
             members.admitted,
             worker in members.fenced,
             self.collectives.needed,
         )
+
+    def _present(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The living workers, and those of them that hold weights: the same tuples until either changes."""
+        living = self.members.living
+        state = self.members.composition, len(self.have_weights)  # none ceases to hold any without leaving
+        if self._listed is None or self._listed[0] != state:
+            self._listed = state, tuple(sorted(living)), tuple(sorted(living & self.have_weights))
+        return self._listed[1:]
 
     def initialise(self, message: InitShard) -> bool:
         """Prepare for a worker's exchanges of a fragment that is laid out, and take the weights that it brings.

@@ -409,7 +409,7 @@ class Shard:
     def _counted(self) -> set[int]:
         """The workers that a mean is over."""
         living = self.table.living
-        return living & set(self.latest_push) if self.comes_and_goes else living
+        return living & self.latest_push.keys() if self.comes_and_goes else living
 
     def _weight(self, worker: int, among: Collection[int]) -> float:
         """What a worker's samples have to be weighed with for every worker's to count the same."""

@@ -11,7 +11,6 @@ anything that it was granted later. So every unit that counts as trained exists.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -20,8 +19,9 @@ from functools import cached_property
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseRequest
 from lightning_asgd.ranges import without
-from lightning_asgd.server.lease_table import Leases, WorkerLeases
-from lightning_asgd.server.self_scheduling import MUCH_FASTER
+from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.server.lease_totals import WorkerLeases
+from lightning_asgd.server.self_scheduling import Load
 
 __all__ = ["StreamLeases", "leases_of"]
 
@@ -30,9 +30,6 @@ _ENDLESS = 100  # free ranges that are as good as endless; to count the samples 
 
 class StreamLeases(Leases):
     """The units of one epoch, each of which lies in a shard; see :class:`Leases`."""
-
-    _done = 0
-    """Units that have been applied."""
 
     _usual: float | None = None
     """Mean length of the shards of unknown length in the previous epoch."""
@@ -63,7 +60,7 @@ class StreamLeases(Leases):
         if self._is_unknown(number):
             self._found += ended - self._ended.get(end, begin)
         self._ended[end] = ended
-        self._free = without(self._free, number, end)
+        self._free.remove(number, end)
 
     def _note_ends(self, number: int, worker: WorkerLeases, ends: Collection[int]) -> None:
         for each in ends:
@@ -79,7 +76,9 @@ class StreamLeases(Leases):
         for each in ends:
             (_, end), before = self._shard_of(number, each), sum(last - first for first, last in worker.held)
             worker.held = deque(without(worker.held, each, end))
-            worker.granted -= before - sum(last - first for first, last in worker.held)
+            ended = before - sum(last - first for first, last in worker.held)
+            worker.granted -= ended
+            self._held -= ended
 
     def _shard_of(self, number: int, unit: int) -> tuple[int, int]:
         """The numbers of the shard that a worker says ends at a unit: the first, and one past the last."""
@@ -87,36 +86,34 @@ class StreamLeases(Leases):
             raise ProtocolError(f"Worker {number} says that a shard ends at {unit}, of {self.epoch.numbers} numbers.")
         return self.epoch.shard(unit)
 
-    def _free_in(self, segment: int) -> list[tuple[int, int]]:
-        """Free ranges, as many units as may still be trained in the segments up to this one."""
-        free: list[tuple[int, int]] = []
-        left = min(self._left_in(segment), UNKNOWN)  # more is as good as endless, and there may be many shards
-        for first, last in self._free:
-            if left <= 0:
-                break
-            free.append((first, min(last, first + left)))
-            left -= last - first
-        return free
+    def _left(self, segment: int) -> int:
+        """Free units, as many as may still be trained in the segments up to this one."""
+        return max(0, min(self._free.total, self._left_in(segment), UNKNOWN))  # more is as good as endless
 
     def _left_in(self, segment: int) -> int:
-        held = sum(last - first for worker in self._workers.values() for first, last in worker.held)
-        return self.epoch.ends[segment] - self._done - held
+        return self.epoch.ends[segment] - self._finished.total - self._held
 
-    def _finish(self, first: int, last: int) -> None:
-        super()._finish(first, last)
-        self._done += last - first
+    @property
+    def _lacking(self) -> bool:
+        return False
 
-    def _steps(self, worker: WorkerLeases, others: list[WorkerLeases], left: int, now: float) -> int:
-        return super()._steps(worker, others, min(left, self._expected_left), now)
+    def _holds(self, worker: WorkerLeases) -> int | None:
+        return worker.segment if worker.held else None
+
+    def _urgency(self, worker: WorkerLeases, segment: int) -> float:
+        return -1.0 if worker.begun else super()._urgency(worker, segment)
+
+    def _steps(self, number: int, worker: WorkerLeases, left: int, now: float) -> int:
+        return super()._steps(number, worker, min(left, self._expected_left), now)
 
     @property
     def _expected_left(self) -> int:
         """How many samples are probably free. A shard that is longer than expected probably has as many more."""
         length = self._usual or self._mean_length
-        if length is None or len(self._free) > _ENDLESS:
+        if length is None or len(self._free.ranges) > _ENDLESS:
             return UNKNOWN
         expected = 0.0
-        for first, last in self._free:
+        for first, last in self._free.ranges:
             begin, _ = self.epoch.shard(first)
             expected += abs(length - (first - begin)) if self._is_open(last) else last - first
         return max(1, round(expected))
@@ -135,45 +132,38 @@ class StreamLeases(Leases):
         first, last = self.epoch.shard(number)
         return last - first >= UNKNOWN
 
-    def _over(self, segment: int) -> bool:
-        holds = any(worker.held for worker in self._workers.values() if worker.segment <= segment)
-        return not holds and (self._halted or not self._free_in(segment))
-
     def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
         units = super()._units_for(number, worker, segment, now)
-        if not self._halted and not self._unserved(number, segment):
-            units = self._at_the_end(number, worker, segment, units)
-        if worker.begun and not self._halted and self._free_in(segment):  # else there would be a smaller step
+        if not self._halted and not self._unserved(segment, worker.size)[0]:
+            units = self._at_the_end(number, worker, segment, units, now)
+        if worker.begun and not self._halted and self._left(segment):  # else there would be a smaller step
             units = max(units, worker.size) - worker.begun
         return units
 
-    def _at_the_end(self, number: int, worker: WorkerLeases, segment: int, units: int) -> int:
+    def _at_the_end(self, number: int, worker: WorkerLeases, segment: int, units: int, now: float) -> int:
         """Leave no worker with too few units for half a step, so far as there are others to train them with."""
-        left = sum(last - first for first, last in self._free_in(segment))
-        waits = worker.waiting is not None and worker.waiting.wait  # and has trained all it had
-        if 2 * left < worker.size and not self._all_wait:
-            return 0 if waits else left
+        left = self._left(segment)
+        if 2 * left < worker.size and not self._all_wait(worker):
+            return 0 if worker.waits else left  # one that waits has trained all it had
         if units and 2 * (left - units) < worker.size:
             return left
         # A shard of unknown length is read to its end by the worker that has a step of it already.
-        free = None if waits else self._free_at(worker.places[0])
+        free = None if worker.waits else self._free.at(worker.places[0])
         reads = free is not None and self._is_open(free[1]) and free[1] - free[0] <= left
-        fast = not any(other.unit_s * MUCH_FASTER < worker.unit_s for other in self._others(number) if other.unit_s)
-        return max(units, min(left, worker.size)) if reads and fast else units
+        mine = Load(0.0, worker.unit_s, worker.size)
+        fast = reads and not (worker.unit_s and self._others(number, worker, now).much_faster(mine))
+        return max(units, min(left, worker.size)) if fast else units
 
     def _choose(
         self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float
     ) -> Iterator[tuple[int, int]]:
-        others = [w for n, w in self._workers.items() if w is not worker and n in self._living and not w.stopped]
-        reserved = sum(-w.begun % w.size for w in others if w.begun)
-        left = self._left_in(request.segment) - reserved
+        left = self._left_in(request.segment) - self._totals.sums["begun"]
         units = min(self._units_for(number, worker, request.segment, now), left)
         if units > 0:
             worker.served = request.segment
-        read = frozenset(place for other in others for place in other.places)
         turn, places = 0, worker.places
         while units > 0 and self._free:
-            first, last = self._next_of(places[turn], read.union(places))
+            first, last = self._next_of(places[turn], places)
             step = worker.size - worker.begun  # a process reads a whole step before it is the next one's turn
             taken = min(last - first, units if len(places) == 1 else min(units, step))
             yield first, first + taken
@@ -182,27 +172,23 @@ class StreamLeases(Leases):
             worker.begun = (worker.begun + taken) % worker.size
             turn = (turn + (not worker.begun)) % len(places)
 
-    def _next_of(self, place: int, read: Collection[int]) -> tuple[int, int]:
+    def _next_of(self, place: int, own: Collection[int]) -> tuple[int, int]:
         """The free range that begins at a place.
 
         If there is none, that of a shard that another worker has left; then of a new shard; then of a shard that
         others are reading.
         """
-        found = self._free_at(place)
+        found = self._free.at(place)
         if found is None:
-            kinds = [1 if first in self._begins else 2 if first in read else 0 for first, _ in self._free]
-            found = self._free[kinds.index(min(kinds))]
+            free = self._free.ranges
+            read = self._totals.places
+            kinds = [1 if first in self._begins else 2 if first in read or first in own else 0 for first, _ in free]
+            found = free[kinds.index(min(kinds))]
         return found
-
-    def _free_at(self, place: int) -> tuple[int, int] | None:
-        """The free range that begins at a place, if there is one."""
-        index = bisect_left(self._free, (place, 0))
-        return self._free[index] if index < len(self._free) and self._free[index][0] == place else None
 
     @property
     def _exhausted(self) -> bool:
-        held = any(each.held for each in self._workers.values())
-        return not (self._free or held or self._halted)
+        return not (self._free or self._held or self._halted)
 
     def _dummy(self, worker: WorkerLeases, request: LeaseRequest, now: float) -> LeaseGrant:
         """No unit: a worker has samples of its own for a dummy batch."""
