@@ -118,12 +118,19 @@ class PartExchange:
         self._layout, self._copies, self._prepare = layout, copies, prepare
         self._messages: list[ExchangePart] = []  # of the latest exchange, per server
         self._futures: list[Future[Any]] = []  # of those that are not answered
-        for obey in (self.init, self.pack, self.send, self.resend, self.merge, self.adopt, self.resume, self.forget):
+        self._everywhere = False  # whether all processes have their answers, as they found last
+        orders = self.pack, self.send, self.resend, self.compare, self.merge, self.adopt, self.resume, self.forget
+        for obey in (self.init, *orders):
             group.on(f"{obey.__name__} fragment {fragment}", obey)
 
     def order(self, what: str, *arguments: Any) -> None:
         """Have every process do something with its part."""
         self._group.order(f"{what} fragment {self.fragment}", *arguments)
+
+    def pack_together(self) -> None:
+        """Have every process pack its part: the others before they obey what they are ordered next."""
+        self._group.order_later(f"pack fragment {self.fragment}")
+        self.pack()
 
     def init(self, fill: bool) -> None:
         """Say what this process exchanges; with ``fill``, bring the shards' first values."""
@@ -157,6 +164,20 @@ class PartExchange:
     def resend(self, server: int) -> None:
         """Send a server this process's part again, which it rejected since the island was away there."""
         self._futures[server] = self._connection.post(server, self._messages[server])
+
+    @property
+    def arrived(self) -> bool:
+        """Whether this process has all answers."""
+        return all(future.done() for future in self._futures)
+
+    def compare(self) -> None:
+        """Find out whether all processes have."""
+        self._everywhere = self._group.all(self.arrived)
+
+    def arrived_everywhere(self) -> bool:
+        """Have all processes compare."""
+        self.order("compare")
+        return self._everywhere
 
     def _answers(self) -> list[tuple[Tensor, ...]]:
         answers = [self._connection.result(server, future) for server, future in enumerate(self._futures)]
