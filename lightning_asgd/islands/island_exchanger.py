@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.errors import ServerLostError
 from lightning_asgd.islands.part_exchange import PartExchange
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.protocol import Exchange, Reply, SharedRef
+from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 
@@ -55,9 +57,29 @@ class IslandShards(ShardClient):
         """Whether all processes have. They compare that if this one has: it would wait for the others."""
         return self.arrived_here(futures) and self._part.arrived_everywhere()
 
-    def _repeat(self, server: int) -> Future[Any]:
-        self._part.order("resend", server)
-        return super()._repeat(server)
+    def allocate(self, server: int, shared: SharedRef | None) -> bool:
+        """Allocate the shard on a lost server's replacement, and have every process bring it what it fetched last."""
+        connection = self.connection
+        self._part.order("restore", server, connection.transport.addresses[server], connection.replaced[server])
+        return super().allocate(server, shared)
+
+    def repeat(self, server: int, message: Exchange) -> Future[Any]:
+        """Have every process send its part again, and send the exchange again."""
+        self._part.order("resend", server, message.island)
+        return super().repeat(server, message)
+
+    def replies(self, futures: list[Future[Any]]) -> list[Reply]:
+        """Wait until every process has its part of the answers, too; see :class:`ShardClient`."""
+        while True:
+            replies = super().replies(futures)
+            try:
+                self._part.order("receive")
+                return replies
+            except ServerLostError as error:
+                lost, before = error.server or COORDINATOR, list(futures)
+                self.connection.recover(error)
+                if futures[lost] is before[lost]:
+                    futures[lost] = self.repeat(lost, self.latest[lost])
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """None: every process receives its part of them."""
@@ -71,7 +93,7 @@ class IslandShards(ShardClient):
 class IslandReplica:
     """The island's weights, seen as the servers' shards: every process has a replica of its part."""
 
-    remembers = within_bounds = shares_memory = False
+    within_bounds = shares_memory = False
     wire: Sequence[tuple[Tensor, ...]] = ()
 
     def __init__(self, layout: Layout, part: PartExchange) -> None:
@@ -80,8 +102,13 @@ class IslandReplica:
         self._part = part
 
     @property
-    def arrived(self) -> bool:
+    def remembers(self) -> bool:
         """See :class:`~lightning_asgd.worker.replica.Replica`, here and below."""
+        return self._part.replica.remembers
+
+    @property
+    def arrived(self) -> bool:
+        """Whether this process's part of the update is in host memory."""
         return self._part.replica.arrived
 
     def await_arrival(self) -> None:
@@ -99,6 +126,12 @@ class IslandReplica:
     def pack(self) -> None:
         """Write the update to the send buffers."""
         self._part.pack_together()
+
+    def fetched(self, server: int) -> None:
+        """None: every process brings its part of the weights that were fetched last."""
+
+    def pack_again(self, server: int) -> None:
+        """Nothing: the parts are sent by value."""
 
     def merge(self, answers: Any, *, pushed: bool = True, fresh: bool = False, alone: bool = False) -> None:
         """Take the weights, and keep the steps since the push."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.island_synchronizer import IslandSynchronizer
 from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Layout
@@ -19,9 +20,10 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import Policy
+from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.synchronizer import Synchronizer
 
 __all__ = ["IslandFleet"]
 
@@ -189,6 +191,12 @@ class IslandFleet(ElasticFleet):
 
     # ------------------------------------------------------------------ a fit
 
+    def restore_servers(self, synchronizer: Synchronizer, part: Callable[[], LeaseHoldings | None]) -> None:
+        """Take part in the recovery of lost servers. The first process leads it, within a call that is shared."""
+        leading = synchronizer.exchanger if isinstance(synchronizer, IslandSynchronizer) else None
+        if leading is not None:
+            super().restore_servers(leading, part)
+
     def share_first_values(
         self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
     ) -> None:
@@ -209,8 +217,7 @@ class IslandFleet(ElasticFleet):
 
     def publish_chief_state(self) -> None:
         """Publish what the chief knows of its checkpoint files."""
-        if self._group.leads:
-            super().publish_chief_state()
+        self._share(lambda: super(IslandFleet, self).publish_chief_state())
 
     def adopt_checkpoints(self) -> None:
         """Know what the chief has published of its files, on every process: they decide together what to write."""

@@ -115,6 +115,12 @@ class IslandGroup:
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
 
+    def agree(self, error: BaseException | None) -> BaseException | None:
+        """The error of the first process that has one; None if none has. All call it together, within an order."""
+        flag = torch.tensor(int(error is not None))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return next(each for each in self.gather(error) if each is not None) if flag else None
+
     def gather(self, value: T) -> list[T]:
         """Every process's value, by rank. All call it together."""
         found: list[Any] = [None] * self.size

@@ -51,7 +51,9 @@ class IslandSynchronizer(Synchronizer):
         exchanger = self._exchanger
         if exchanger is None:
             return []
-        return [exchanger.versions, exchanger.moved, min(map(self._steps_to_look, exchanger.channels, self._shards))]
+        attends = exchanger.client.connection.must_attend
+        looks = 0 if attends else min(map(self._steps_to_look, exchanger.channels, self._shards))
+        return [exchanger.versions, exchanger.moved, looks]
 
     def _steps_to_look(self, channel: Channel, shards: IslandShards) -> int:
         pending, steps = channel.log.in_flight, channel.stats.steps
@@ -70,6 +72,11 @@ class IslandSynchronizer(Synchronizer):
 
         self._group.share(lead)
         return ()
+
+    @property
+    def exchanger(self) -> Exchanger | None:
+        """The island's, on its first process."""
+        return self._exchanger
 
     @property
     def stats(self) -> ExchangeStats:
@@ -161,8 +168,14 @@ class IslandSynchronizer(Synchronizer):
         return self._group.share(look)
 
     def state(self) -> list[list[Any]]:
-        """What the servers keep beside the weights; on the first process."""
-        return [] if self._exchanger is None else self._exchanger.state()
+        """What the servers keep beside the weights; on the first process. All processes ask together."""
+        found: list[list[Any]] = []
+
+        def ask() -> None:
+            found.extend([] if self._exchanger is None else self._exchanger.state())
+
+        self._group.share(ask)
+        return found
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Restore it; called on the first process."""
@@ -205,7 +218,8 @@ def set_up_island(
     for number, fragment in enumerate(fragments):
         held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)
         values = [None] * num_servers
-        replica = replica_for(algorithm, held, places, values, offload=config.offload)  # type: ignore[arg-type]
+        how = {"remembers": config.restorable, "offload": config.offload}
+        replica = replica_for(algorithm, held, places, values, **how)  # type: ignore[arg-type]
         copies = Copies(group, held, places, blocks)
         about = group, sender, number, held, replica, copies
         parts.append(PartExchange(*about, lambda: reshard(modules)))

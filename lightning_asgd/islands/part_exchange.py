@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_asgd.errors import ASGDError
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.layout import Role
@@ -116,11 +117,13 @@ class PartExchange:
         self.replica, self.fragment = replica, fragment
         self._group, self._connection, self._process = group, sender.connection, sender.process
         self._layout, self._copies, self._prepare = layout, copies, prepare
-        self._messages: list[ExchangePart] = []  # of the latest exchange, per server
-        self._futures: list[Future[Any]] = []  # of those that are not answered
+        # Per server, of the latest exchange and of the latest push, by the exchange's number.
+        self._messages: dict[int, list[ExchangePart]] = {}
+        self._futures: list[Future[Any]] = []  # of the latest exchange, until all processes have their answers
+        self._answers: list[tuple[Tensor, ...]] = []  # until they are merged
         self._everywhere = False  # whether all processes have their answers, as they found last
-        orders = self.pack, self.send, self.resend, self.compare, self.merge, self.adopt, self.resume, self.forget
-        for obey in (self.init, *orders):
+        exchanges = self.pack, self.send, self.compare, self.receive, self.merge, self.adopt, self.resume, self.forget
+        for obey in (self.init, self.restore, self.resend, *exchanges):
             group.on(f"{obey.__name__} fragment {fragment}", obey)
 
     def order(self, what: str, *arguments: Any) -> None:
@@ -136,13 +139,42 @@ class PartExchange:
         """Say what this process exchanges; with ``fill``, bring the shards' first values."""
         self._prepare()
         weights = self.replica.weights() if fill else None
+
+        def describe() -> None:
+            for server in self._connection.servers:
+                self._describe(server, None if weights is None else weights[server])
+
+        self._together(describe)
+
+    def _describe(self, server: int, weights: tuple[Tensor, ...] | None) -> None:
         connection, group = self._connection, self._group
-        for server in connection.servers:
-            part = Part(group.rank, group.size, self._layout.ranges(server))
-            values = None if weights is None else weights[server]
-            message = InitPart(*connection.sender, part, values, self.fragment, process=self._process)
-            connection.result(server, connection.post(server, message))
-        group.barrier()
+        part = Part(group.rank, group.size, self._layout.ranges(server))
+        message = InitPart(*connection.sender, part, weights, self.fragment, process=self._process)
+        self._result(server, connection.post(server, message))
+
+    def restore(self, server: int, address: str, replaced: int) -> None:
+        """Bring the replacement of a lost server this process's part of the weights that were fetched last."""
+
+        def bring() -> None:
+            self._connection.follow(server, address, replaced)
+            self._describe(server, self.replica.fetched(server))
+
+        self._together(bring)
+
+    def _together(self, act: Callable[[], None]) -> bool:
+        """Do something that fails where a server is lost. The first process raises what any process has met with.
+
+        Returns whether all have done it. The others obey what the first one orders then.
+        """
+        mine: ASGDError | None = None
+        try:
+            act()
+        except ASGDError as error:
+            mine = error
+        met = self._group.agree(mine)
+        if met is not None and self._group.leads:
+            raise met
+        return met is None
 
     def pack(self) -> None:
         """Write this process's part of the update to the send buffers."""
@@ -151,19 +183,21 @@ class PartExchange:
 
     def send(self, exchange: int, push: bool) -> None:
         """Send it, or ask for weights alone."""
-        self._settle()
         self.replica.await_arrival()
-        connection = self._connection
-        updates, self._messages = self.replica.updates(), []
-        for server in connection.servers:
-            update = updates[server] if push else None
+        connection, messages = self._connection, []
+        updates: Sequence[Any] = self.replica.updates() if push else [None for _ in connection.servers]
+        for update in updates:
             part = ExchangePart(*connection.sender, self._group.rank, exchange, update, self.fragment)
-            self._messages.append(replace(part, process=self._process))
-        self._futures = [connection.post(server, message) for server, message in enumerate(self._messages)]
+            messages.append(replace(part, process=self._process))
+        pushes = {} if push else {n: parts for n, parts in self._messages.items() if parts[0].update is not None}
+        self._messages = {**pushes, exchange: messages}
+        self._futures = [connection.post(server, message) for server, message in enumerate(messages)]
 
-    def resend(self, server: int) -> None:
-        """Send a server this process's part again, which it rejected since the island was away there."""
-        self._futures[server] = self._connection.post(server, self._messages[server])
+    def resend(self, server: int, exchange: int) -> None:
+        """Send a server this process's part of an exchange again, which it does not have."""
+        future = self._connection.post(server, self._messages[exchange][server])
+        if self._futures and exchange == max(self._messages):
+            self._futures[server] = future
 
     @property
     def arrived(self) -> bool:
@@ -179,26 +213,33 @@ class PartExchange:
         self.order("compare")
         return self._everywhere
 
-    def _answers(self) -> list[tuple[Tensor, ...]]:
-        answers = [self._connection.result(server, future) for server, future in enumerate(self._futures)]
-        self._futures = []
-        return answers
+    def receive(self) -> None:
+        """Wait for this process's part of the answers."""
 
-    def _settle(self) -> None:
-        """Wait until the servers have this process's part of the latest exchange, if they sent no weights back."""
-        if self._futures:
-            self._answers()
+        def wait() -> None:
+            self._answers = [self._result(server, future) for server, future in enumerate(self._futures)]
+
+        if self._together(wait):
+            self._futures = []
+
+    def _result(self, server: int, future: Future[Any]) -> Any:
+        """A server's answer. No server is restored meanwhile: the other processes would not obey."""
+        return self._connection.result(server, future, attends=False)
+
+    def _taken(self) -> list[tuple[Tensor, ...]]:
+        answers, self._answers = self._answers, []
+        return answers
 
     def merge(self, pushed: bool, fresh: bool, alone: bool) -> None:
         """See :meth:`Replica.merge`, here and below: with this process's part of the answer."""
-        answers = self._answers()
+        answers = self._taken()
         self._prepare()
         self.replica.merge(answers, pushed=pushed, fresh=fresh, alone=alone)
         self._copies.spread(buffers=False)
 
     def adopt(self, park: bool, alone: bool) -> None:
         """Take the servers' weights."""
-        answers = self._answers()
+        answers = self._taken()
         self._prepare()
         self.replica.adopt(answers, park=park, alone=alone)
         self._copies.spread(buffers=True)

@@ -35,7 +35,9 @@ class Part:
 
 @dataclass(frozen=True)
 class InitPart(Request):
-    """A process of an island says what it exchanges, and brings first values if the shard has none.
+    """A process of an island says what it exchanges.
+
+    It brings first values if the shard has none, and to a lost server's replacement its copy of the weights.
 
     In this message and the next one ``process`` is the name of the island's first process: servers know no other.
     """

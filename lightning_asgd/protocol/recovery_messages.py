@@ -23,7 +23,8 @@ class ReplicaState:
 
     fragment: int  # number of the part of the module
     version: int  # of the weights
-    weights: tuple[Tensor, ...]  # as they were fetched last, one tensor per group
+    # As they were fetched last, one tensor per group; None if the processes of an island have brought them: `InitPart`.
+    weights: tuple[Tensor, ...] | None
     pushes: dict[int, int]  # see `Reply`
     epoch: str = ""  # the epoch that `done` is about
     done: tuple[tuple[int, int], ...] = ()  # see `Reply`

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError
 from lightning_asgd.layout import Groups, dtype_from_name
-from lightning_asgd.protocol import Exchange, ExchangePart, InitPart, Part, Reply
+from lightning_asgd.protocol import Exchange, ExchangePart, InitPart, Part, Reply, StateReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.server.pending_replies import PendingReplies
 
@@ -40,7 +40,7 @@ class _Island:
     process: str  # its first
     groups: Groups = ()  # of the shard
     parts: dict[int, Part] = field(default_factory=dict)  # by number
-    first: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # their first values
+    brought: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # values for a shard that has none
     buffer: tuple[Tensor, ...] = ()  # for updates and answers; none before the first exchange
     message: Exchange | None = None  # that has arrived and is not complete
     arrived: dict[int, ExchangePart] = field(default_factory=dict)  # parts of it, by number
@@ -96,6 +96,7 @@ class _Island:
             return None  # of an exchange that was given up: the process sends its part of this one later
         if not self.buffer:
             self.prepare()
+            self.brought.clear()  # the shard has taken others
         if whole.push:
             self.join({number: part.update or () for number, part in parts.items()})
         return CompleteExchange(whole, list(parts.values()), self.buffer)
@@ -109,7 +110,7 @@ class IslandParts:
         self._pending = PendingReplies()
 
     def open(self, message: InitPart) -> None:
-        """Note which part a process exchanges, and take the first values that it brings."""
+        """Note which part a process exchanges, and take the values that it brings."""
         key, part = (message.worker, message.fragment), message.part
         lengths = [sum(last - first for first, last in ranges) for ranges in part.ranges]
         brought = lengths if message.weights is None else [each.numel() for each in message.weights]
@@ -123,7 +124,7 @@ class IslandParts:
             island = self._islands[key] = _Island(message.worker, message.process)
         island.parts[part.number], island.buffer = part, ()
         if message.weights is not None:
-            island.first[part.number] = message.weights
+            island.brought[part.number] = message.weights
 
     def enter(self, worker: int, fragment: int, groups: Groups) -> None:
         """Note what the shard consists of."""
@@ -131,14 +132,22 @@ class IslandParts:
         if island is not None:
             island.groups = groups
 
-    def first_weights(self, worker: int, fragment: int) -> tuple[Tensor, ...]:
-        """The shard's first values, which all processes of an island have brought."""
+    def weights(self, worker: int, fragment: int) -> tuple[Tensor, ...]:
+        """The shard's values, which all processes of an island have brought. They are not kept any longer."""
         island = self._find(worker, fragment)
         island.prepare()
-        island.join(island.first)
-        island.first.clear()
+        island.join(island.brought)
+        island.brought.clear()
         weights, island.buffer = island.buffer, ()
         return weights
+
+    def filled(self, report: StateReport) -> StateReport:
+        """A worker's report of a lost server, with the weights that the processes of an island have brought."""
+        shards = (
+            replace(held, weights=self.weights(report.worker, held.fragment)) if held.weights is None else held
+            for held in report.shards
+        )
+        return replace(report, shards=tuple(shards))
 
     def take(self, message: Exchange | ExchangePart, apply: Callable[[CompleteExchange], Any]) -> Future[Any]:
         """Take an exchange, or a part of one. The future is of the reply.

@@ -165,6 +165,7 @@ class ServerState:
                 self.epochs.clear()
             if message.restore:
                 session.members.restore(now, message.holding, message.admitted)
+                session.have_weights |= {message.worker, *message.holding} - set(session.members.left)
         session.collectives.join(message.worker, now, message.process, message.since)
         return self.epochs.forget(message.worker, now) if message.again else []
 

@@ -59,6 +59,7 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _LATER = object()  # a reply that is not due yet
+_EXCHANGES = Exchange, ExchangePart
 
 
 class Service:
@@ -234,8 +235,7 @@ class Service:
         session = self._heard(message.session, message.worker)
         if message.push:
             session.members.check(message.worker)
-        if whole is None:
-            session.have_weights.add(message.worker)
+        session.have_weights.add(message.worker)
         if self.state.recovery.phase.lost and whole is None:
             return self._pending.add(message)
         shard = session.shards.get(message.fragment)
@@ -251,6 +251,8 @@ class Service:
     def _exchange_in_parts(self, message: Exchange | ExchangePart) -> Any:
         """An island's exchange, or a part of it: it takes place once everything has arrived."""
         session = self._heard(message.session, message.worker)
+        if self.state.recovery.phase.lost:
+            return self._pending.add(message)
         future = session.islands.take(message, lambda whole: self._exchange(whole.message, whole))
         return future.value() if future.done() else future
 
@@ -291,7 +293,7 @@ class Service:
         if recovery.phase is not RecoveryPhase.COLLECTING:
             raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
         session.have_weights.add(message.worker)
-        recovery.add(message)
+        recovery.add(session.islands.filled(message))
         future = self._pending.add(replace(message, shards=()))
         self._recover(session)
         return future.value() if future.done() else future
@@ -350,7 +352,7 @@ class Service:
 
     def _reject_waiting(self) -> None:
         """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
-        waiting = self._pending.of(Attach, Exchange)
+        waiting = self._pending.of(Attach, *_EXCHANGES)
         if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
             return
         if not self.state.recovery.replaces:  # it only knows by hearsay of workers that are gone
@@ -367,7 +369,7 @@ class Service:
         self._complete(session.members_changed())
         self._complete(self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up))
         if members.aborted:
-            for request in self._pending.of(Exchange, LayerGradient, LeaseRequest, StateReport, ReplayDone):
+            for request in self._pending.of(*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone):
                 self._pending.complete(request, WorkerLostError(members.aborted))
         self._recover(session)
 
@@ -375,10 +377,8 @@ class Service:
         """Continue from the workers' copies of a lost server's state, once all have reported."""
         recovery, members = self.state.recovery, session.members
         if recovery.complete(members.living):
-            stale = self.state.recover(session)
-            self._pending.complete_all(
-                StateReport, WorkerAwayError("This worker was away when a server was lost."), stale
-            )
+            away = WorkerAwayError("This worker was away when a server was lost.")
+            self._pending.complete_all(StateReport, away, self.state.recover(session))
             self._pending.complete_all(StateReport, None)
             self._members_changed(session)
             self._handle_deferred()
@@ -388,7 +388,7 @@ class Service:
 
     def _handle_deferred(self) -> None:
         """Take the pushes that arrived before the state was restored."""
-        for message in self._pending.of(Exchange):
+        for message in self._pending.of(*_EXCHANGES):
             if message not in self._pending:
                 continue  # one before it ended the session
             future = self._pending.take(message)

@@ -103,7 +103,7 @@ class SessionState:
         weights = message.weights
         self.islands.enter(message.worker, message.fragment, shard.groups)
         if message.in_parts:
-            weights = self.islands.first_weights(message.worker, message.fragment)
+            weights = self.islands.weights(message.worker, message.fragment)
         if weights is not None:
             shard.initialise(weights, message.version)
         return self.buffers.open(message)
@@ -182,6 +182,6 @@ class SessionState:
         if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
             members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
         for state in newest:
-            self.shards[state.fragment].resume(state.weights, state.version, state.pushes)
+            self.shards[state.fragment].resume(state.weights or (), state.version, state.pushes)
         members.resume(recovery.incarnations, recovery.stale)
         self.collectives.resume(recovery.answered)

@@ -96,10 +96,13 @@ class Connection:
         self._sent[future] = replaced
         return future
 
-    def result(self, server: int, future: Future[Any], seconds: float | None = None) -> Any:
-        """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`."""
-        seconds = self.timeout_s if seconds is None else seconds
-        if not future.done() and not self.wait(future, seconds + GRACE_S):
+    def result(self, server: int, future: Future[Any], seconds: float | None = None, *, attends: bool = True) -> Any:
+        """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`.
+
+        Lost servers are restored meanwhile, unless it ``attends`` to nothing else.
+        """
+        seconds, wait = self.timeout_s if seconds is None else seconds, self.wait if attends else done_within
+        if not future.done() and not wait(future, seconds + GRACE_S):
             raise self.lost(
                 f"Server {server} did not answer worker {self.worker} within {seconds:g} s. Expected a reply. Check "
                 f"the server's machine and the network, or raise timeouts.exchange_s."
@@ -156,6 +159,11 @@ class Connection:
             self._restore()
 
     @property
+    def must_attend(self) -> bool:
+        """Whether lost servers can be restored now."""
+        return bool(self._lost_servers)
+
+    @property
     def being_restored(self) -> set[int]:
         """Servers that are being restored now."""
         return self._being_restored
@@ -182,6 +190,13 @@ class Connection:
         self.replaced[server] += 1
         self.transport.replace(server)
         self.gone.discard(server)
+
+    def follow(self, server: int, address: str, replaced: int) -> None:
+        """Call the process in a lost server's place that another process of this island calls."""
+        if self.replaced[server] != replaced:
+            self.transport.prepare(server, address)
+            self.replace(server)
+            self.replaced[server] = replaced
 
     def _restore(self) -> None:
         while self._lost_servers and self.restorer is not None:

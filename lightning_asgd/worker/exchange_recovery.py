@@ -58,7 +58,7 @@ class ExchangeLog:
         """Send a replacement what the reported weights may lack; it treats a push that they hold as a duplicate."""
         if self.pushed:
             self._replica.pack_again(server)
-            self._connection.result(server, self._connection.post(server, self.pushed[server]))
+            self._connection.result(server, self._shards.repeat(server, self.pushed[server]))
         if self.in_flight is not None:
             if self.in_flight.message.push:
                 if server != COORDINATOR and not self._waits:
@@ -66,7 +66,7 @@ class ExchangeLog:
                     self._connection.result(COORDINATOR, self.in_flight.futures[COORDINATOR])
                 self._replica.pack_again(server)
             self.in_flight.answers = []
-            self.in_flight.futures[server] = self._connection.post(server, self._shards.latest[server])
+            self.in_flight.futures[server] = self._shards.repeat(server, self._shards.latest[server])
             self._connection.result(server, self.in_flight.futures[server])
 
     def rejoin(self) -> Waits:
@@ -91,7 +91,7 @@ class ExchangeLog:
             for server in self._connection.may_lack:
                 if messages[server].push:
                     self._replica.pack_again(server)
-                futures[server] = self._connection.post(server, messages[server])
+                futures[server] = self._shards.repeat(server, messages[server])
                 self._connection.result(server, futures[server])
 
     def _owed(self, lost: InFlight | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:

@@ -142,18 +142,18 @@ class ShardClient:
                     raise
                 client.join(again=True, server=server)
                 client.must_rejoin = True
-                futures[server] = self._repeat(server)
+                futures[server] = self.repeat(server, self.latest[server])
             except ServerLostError as error:
                 connection.recover(error)
                 if futures[server] is future:
-                    futures[server] = self._repeat(server)
+                    futures[server] = self.repeat(server, self.latest[server])
             if all_restored != connection.restored:  # the answer of a server that was lost is worth nothing
                 replies, all_restored = [], list(connection.restored)
         return replies
 
-    def _repeat(self, server: int) -> Future[Any]:
-        """Send a server its message of the latest exchange again."""
-        return self.connection.post(server, self.latest[server])
+    def repeat(self, server: int, message: Exchange) -> Future[Any]:
+        """Send a server again what it does not have."""
+        return self.connection.post(server, message)
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared."""

@@ -241,8 +241,8 @@ class OneProcess:
     def all(self, decision: bool) -> bool:
         return decision and self.others_have_theirs
 
-    def barrier(self) -> None:
-        pass
+    def agree(self, error: Any) -> Any:
+        return error
 
 
 def enter(cluster: Cluster, group: OneProcess, **settings: Any) -> tuple[torch.nn.Module, IslandSynchronizer]:

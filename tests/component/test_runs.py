@@ -373,6 +373,13 @@ def test_a_restored_server_waits_for_all_that_any_worker_knows_of() -> None:
     assert summary(service)["version"] == 3
 
 
+def test_a_server_that_is_restored_names_the_workers_that_are_to_report() -> None:
+    """If another server is lost meanwhile, workers know from nowhere else for whom its replacement must wait."""
+    service = Service(Clock(), run="s", succeeds=True)
+    service.handle(Join("s", 1, 0, restore=True, holding=(1, 2)))
+    assert service.handle(Heartbeat("s", 1)).holding == (1, 2)
+
+
 def test_a_restored_server_does_not_wait_for_who_has_come_since_it_was_lost() -> None:
     service = Service(Clock(), run="s", succeeds=True)
     service.handle(Join("s", 2, 0, server=1))
@@ -476,12 +483,13 @@ class RunWorld(World):
         for epoch in range((attachment.progress or {"epochs": 0})["epochs"], self.epochs):
             plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
             leases.open(plan)
-            for _ in ENDS[leases.segment :]:
+            for end in ENDS[leases.segment :]:
                 try:
                     self.train_segment(rank, leases, exchanger)
                 except Left:
                     return
                 run(exchanger.fetch(park=True))
+                self.check_fetched(weight, epoch, end)
                 run(exchanger.begin())
                 leases.next_interval()
             attachment.end_epoch(lambda done=epoch + 1: {"epochs": done}, should_stop=False)
@@ -489,6 +497,11 @@ class RunWorld(World):
         while True:
             self.turns.wait_until(lambda: True)
             client.connection.attend()
+
+    def check_fetched(self, weight: torch.Tensor, epoch: int, end: int) -> None:
+        """What a worker validates and saves holds every update of the sync interval, on all servers."""
+        for units in weight.split(UNITS):
+            assert units[:end].min() > epoch, (epoch, end, weight)
 
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:

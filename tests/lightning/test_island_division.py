@@ -20,6 +20,7 @@ from lightning_asgd.adapter.island_division import size_of_islands
 from lightning_asgd.algorithms import DiLoCo
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.programs import environment
+from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
 
@@ -162,6 +163,20 @@ def test_the_other_island_continues_when_a_process_is_killed(job: Any, victim: i
     first, second = started.results("DDP", range(2))
     assert first["counts"] == second["counts"] == [6.0] * SAMPLES
     assert "Island 1 is lost: its process" in started.output.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_islands_restore_the_server_that_is_lost(job: Any) -> None:
+    started = job(6, "DDP")
+    marks = [started.folder / f"{rank}.mark" for rank in range(DEVICES)]
+    wait_until(lambda: all(mark.exists() and mark.read_text() >= "1" for mark in marks), 90, "training")
+    (serve,) = [each for each in psutil.Process(started.main.pid).children() if "serve" in each.cmdline()]
+    servers = servers_of(serve.pid)
+    servers[0].kill()
+    check(started.results("DDP"), 6)
+    assert not [each for each in (serve, *servers) if each.is_running()]
+    assert not started.left
 
 
 @pytest.mark.slow

@@ -119,8 +119,9 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
         strategy = ModelParallelStrategy(size, 1, save_distributed_checkpoint=False, **backend)
     if address:
         options: dict[str, Any] = {"algorithm": ASGD("sum")} if counts else {}
+        options |= about["options"]
         run = {"server": address, "run_id": "islands", "timeouts": Timeouts(silence_s=3.0)}
-        strategy = ASGDStrategy(nsync=3, island=strategy, **run, **options)
+        strategy = ASGDStrategy(**{"nsync": 3, **options}, island=strategy, **run)
     made = trainer(folder, strategy, devices=size, max_epochs=epochs, accelerator=about["accelerator"])
     net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
     if name == "poisoned":
@@ -146,7 +147,8 @@ class Started:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        about = {"epochs": 2, "counts": False, "resumes": "", "size": 2, "accelerator": "cpu", "backend": None, **more}
+        about = {"epochs": 2, "counts": False, "resumes": "", "size": 2, "accelerator": "cpu", "backend": None}
+        about |= {"options": {}, **more}
         args = [(self.folder, name, rank, port, inside, address) for rank in range(about["size"])]
         for mark in self.folder.glob(f"{name}?.mark"):
             mark.unlink()
@@ -262,9 +264,27 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
 
 
-def test_an_island_whose_server_is_lost_ends_with_an_error_that_names_it(run: Any) -> None:
+@pytest.mark.timeout(120)
+def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
     address, started = run
-    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
+    for name, inside in {"a": "DDP", "b": "FSDP2"}.items():
+        started.start(name, inside, address, epochs=EPOCHS, counts=True)
+    first = servers_of(started.served.pid)
+    for epoch, server in enumerate(first, 1):
+        for name in "ab":
+            started.await_epoch(name, 2 * epoch)
+        server.kill()
+    for each in started.results("a", "b"):
+        assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+    log = (started.folder / "a0.log").read_text()
+    assert not {server.pid for server in first} & {server.pid for server in servers_of(started.served.pid)}
+    assert "Traceback" not in log
+
+
+def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_it(run: Any) -> None:
+    address, started = run
+    options = {"nfetch": 3, "npush": 1}  # the latest pushes are in no reply
+    started.start("a", "DDP", address, epochs=EPOCHS, counts=True, options=options)
     started.await_epoch("a", 1)
     servers_of(started.served.pid)[1].kill()
     for rank, process in enumerate(started.processes["a"]):
