@@ -350,8 +350,11 @@ def report_replacements(notes: str, lost: float, what: str) -> None:
 
 
 def report_seen(seen: Any, epochs: int) -> None:
-    wrong = int((seen.round() != epochs).sum())
-    check(wrong == 0, f"{SAMPLES - wrong} of {SAMPLES} samples were trained once in each of {epochs} epochs")
+    times = seen.round().long()
+    wrong = [f"sample {k}: {times[k]}" for k in (times != epochs).nonzero().flatten().tolist()]
+    others = f"; the others, with how often they were trained: {', '.join(wrong[:20])}" if wrong else ""
+    right = f"{SAMPLES - len(wrong)} of {SAMPLES} samples"
+    check(not wrong, f"{right} were trained once in each of {epochs} epochs{others}")
 
 
 def train(folder: str) -> None:

@@ -88,7 +88,8 @@ TOOLS = {
 # 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.
 # 195 of the core are what plain loops refuse or warn of, and what grows in them: passes side by side, two in one job.
 # 175 of the core are islands that decide few things together: what all processes know ahead, and when they look.
-LINES = {"core": 30_935, "engines": 1_097, "tools": 8_330}
+# 10 of the core are updates that all servers have when an elastic run's epoch ends, and a last.ckpt that is replaced.
+LINES = {"core": 30_945, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -112,6 +112,11 @@ def checkpoint_states(trainer: Any) -> list[Any]:
     return list(apply_to_collection(kept, Tensor, lambda t: t.detach().cpu()))
 
 
+def is_last(trainer: Any, path: Any) -> bool:
+    """Whether a callback is about to write a file that replaces the one before, as ``last.ckpt``."""
+    return any(str(path) == getattr(each, "last_model_path", "") for each in trainer.checkpoint_callbacks)
+
+
 def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
     """Give the Trainer's checkpoint callbacks the state of another worker's: see :func:`checkpoint_states`."""
     for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.checkpointing import Resumption
+from lightning_asgd.adapter.checkpointing import Resumption, is_last
 from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.island_division import Division, size_of_islands
@@ -261,6 +261,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             return
         if self.fit_session is not None and "optimizer_states" in checkpoint:
             self.fit_session.complete(checkpoint)
+        if is_last(self.lightning_module.trainer, filepath):  # type: ignore[attr-defined]
+            self._membership.publish_chief_state()  # if the island ends meanwhile, the next chief replaces the file
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
         self._membership.publish_chief_state()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
-from lightning_asgd.adapter.checkpointing import Resumption
+from lightning_asgd.adapter.checkpointing import Resumption, is_last
 from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
@@ -420,6 +420,8 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             chief = self.collectives.chief
             if self.fit_session is not None and "optimizer_states" in checkpoint:
                 self.fit_session.complete(checkpoint)
+            if self._membership is not None and is_last(self.lightning_module.trainer, filepath):
+                self._membership.publish_chief_state()  # if this worker dies now, the next chief replaces it
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._membership is not None:
                 self._membership.publish_chief_state()

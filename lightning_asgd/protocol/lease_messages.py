@@ -83,11 +83,12 @@ class LeaseHoldings:
     trained: int  # number of these units that it has trained
     served: int  # the last sync interval in which it was granted units
     ended: tuple[int, ...] = ()  # see `LeaseRequest`; all of the epoch that it has found
+    applied: int = 0  # number of these units whose updates it knows all servers to have
 
     @property
     def can_be(self) -> bool:
         """Whether the epoch has such units."""
-        ends = self.trained >= 0 and all(0 <= number < self.epoch.numbers for number in self.ended)
+        ends = 0 <= self.applied <= self.trained and all(0 <= number < self.epoch.numbers for number in self.ended)
         return ends and all(are_in_order([each], self.epoch.numbers) for each in self.granted)
 
 

@@ -29,7 +29,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 28
+PROTOCOL = 29
 """Version of these messages. A server rejects a worker with another version."""
 
 

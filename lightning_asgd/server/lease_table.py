@@ -32,6 +32,7 @@ class WorkerLeases:
     granted: int = 0
     trained: int = 0  # both count units, since the epoch began
     applied: int = 0
+    acknowledged: int = 0  # of those applied here, the ones that the worker knows all servers to have
     unit_s: float = 0.0  # seconds per unit; 0 if unknown
     size: int = 0  # units per step; 0 if unknown
     rtt_s: float = 0.0  # seconds until a request of it is answered
@@ -140,6 +141,7 @@ class Leases:
     def reinstate(self, number: int, part: LeaseHoldings) -> None:
         """Restore what a worker reports that a lost coordinator granted it."""
         worker = self._workers[number] = WorkerLeases(trained=part.trained, segment=part.served, served=part.served)
+        worker.acknowledged = part.applied
         for first, last in part.granted:
             worker.granted += last - first
             worker.applied += sum(b - a for a, b in common(self._finished, first, last))
@@ -189,6 +191,7 @@ class Leases:
         worker.waiting = None if request.stop else request
         worker.stopped = request.stop
         self._apply(worker, request.applied)
+        worker.acknowledged = request.applied
         self._halted |= request.halt
         if request.stop:
             self._give_back(worker, trained_too=False)
@@ -323,8 +326,12 @@ class Leases:
         return False
 
     def _over(self, segment: int) -> bool:
+        """Whether a sync interval is over. Without a sync point to follow, all other servers have its updates, too."""
         end = self.epoch.ends[segment]
-        held = (first for worker in self._workers.values() for first, _ in worker.held)
+        workers = self._workers.values()
+        if not self._all_train and any(w.acknowledged < w.applied for w in workers if not w.stopped):
+            return False
+        held = (first for worker in workers for first, _ in worker.held)
         return (self._halted or not self._free_in(segment)) and all(first >= end for first in held)
 
     # ------------------------------------------------------------------ book-keeping

@@ -5,9 +5,7 @@ were taken, starts the next exchange. Sending and receiving happen in the transp
 exchange is in flight: if the next one falls due earlier it is deferred until the answer is there (its steps go into
 the next push), so a slow network never stops training, up to ``max_offline_steps``. No exchange begins that the next
 sync point would have to wait for. On a device, copies to and from host memory take a while: an update is sent after the
-step in which its copy has finished.
-
-A module is exchanged in one or several fragments, at times of their own: each has a :class:`Channel`.
+step in which its copy has finished. A module may be exchanged in several fragments, at times of their own.
 
 A method that may have to wait is a generator of the futures that it waits for, so that the simulator's only thread can
 run another worker meanwhile. Elsewhere it is run to its end, and waits for them itself.
@@ -220,8 +218,11 @@ class Channel:
         """Adopt the servers' weights."""
         yield from self.finish(sync=True)
         self.schedule.forget_trip()
-        self.start(kind)
-        yield from self.finish(adopt=True, park=park, sync=True)
+        connection, restored = self.shards.connection, list[int]()
+        while restored != connection.restored:  # a server that was lost meanwhile answers before all have replayed
+            restored = list(connection.restored)
+            self.start(kind)
+            yield from self.finish(adopt=True, park=park, sync=True)
         self._forget_steps()
         self.moved = False
 
@@ -407,10 +408,9 @@ class Exchanger:
     def fetch(self, *, park: bool = False, together: bool = True) -> Waits:
         """Adopt the servers' weights; steps that were not flushed are lost. See :class:`Synchronizer`."""
         at_sync_point = together and self._connection.world_size > 0  # there are none in an elastic run
+        kind = ExchangeKind.FETCH_AT_SYNC_POINT if at_sync_point else ExchangeKind.FETCH
         for channel in self.channels:
-            yield from channel.fetch(
-                ExchangeKind.FETCH_AT_SYNC_POINT if at_sync_point else ExchangeKind.FETCH, park=park
-            )
+            yield from channel.fetch(kind, park=park)
 
     def catch_up(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""

@@ -240,7 +240,8 @@ class DataLeases(WorkFeed):
         """This worker's part of the present epoch, for the replacement of a lost coordinator."""
         if self._plan is None:
             return None
-        return LeaseHoldings(self._plan.epoch, tuple(self._granted), self._trained, self._served, tuple(self._ended))
+        granted, ended = tuple(self._granted), tuple(self._ended)
+        return LeaseHoldings(self._plan.epoch, granted, self._trained, self._served, ended, self._applied)
 
     def revoke(self) -> None:
         """Drop all leases after this worker was fenced: the others have them, and its counts start over.

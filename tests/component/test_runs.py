@@ -476,12 +476,13 @@ class RunWorld(World):
         for epoch in range((attachment.progress or {"epochs": 0})["epochs"], self.epochs):
             plan = Plan(Epoch(f"s/{epoch}", UNITS, ENDS), range(UNITS), self.batches[rank % len(self.batches)])
             leases.open(plan)
-            for _ in ENDS[leases.segment :]:
+            for end in ENDS[leases.segment :]:
                 try:
                     self.train_segment(rank, leases, exchanger)
                 except Left:
                     return
                 run(exchanger.fetch(park=True))
+                self.check_fetched(weight, epoch, end)
                 run(exchanger.begin())
                 leases.next_interval()
             attachment.end_epoch(lambda done=epoch + 1: {"epochs": done}, should_stop=False)
@@ -489,6 +490,11 @@ class RunWorld(World):
         while True:
             self.turns.wait_until(lambda: True)
             client.connection.attend()
+
+    def check_fetched(self, weight: torch.Tensor, epoch: int, end: int) -> None:
+        """What a worker validates and saves holds every update of the sync interval, on all servers."""
+        for units in weight.split(UNITS):
+            assert units[:end].min() > epoch, (epoch, end, weight)
 
     def before_batch(self, rank: int) -> None:
         if rank > 0 and self.leaves and self.turns.random.random() < 0.05:

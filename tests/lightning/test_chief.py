@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, WandbLogger
+from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
@@ -25,12 +27,27 @@ from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 from tests.lightning.test_processes import Signpost, alive, epochs, training, wait_until, worker_of
 
 
+class DiesWriting(TorchCheckpointIO):
+    """Kills the process that first writes ``last.ckpt``, when it has written a part of it."""
+
+    def __init__(self, died: Path) -> None:
+        self.died = died
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if Path(path).name == "last.ckpt" and not self.died.exists():
+            self.died.touch()
+            Path(path).write_bytes(b"a part")
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 def main_process(folder: Path, start_method: str, **settings: Any) -> None:
     """The main process of a job with two workers that log, write checkpoints and show their progress."""
     file = (folder / "output").open("w")
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     tempfile.tempdir = str(folder)
+    dies = settings.pop("dies", False)  # worker 0, while it writes its first file of this name
     strategy = ASGDStrategy(nsync=2, start_method=start_method, **settings)
     checkpoints = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=7, save_last=True)
     fit = trainer(
@@ -42,6 +59,7 @@ def main_process(folder: Path, start_method: str, **settings: Any) -> None:
         log_every_n_steps=1,
         enable_progress_bar=True,
         enable_checkpointing=True,
+        plugins=[DiesWriting(folder / "died")] if dies else None,
     )
     module = Regression()
     fit.fit(module, loader())
@@ -96,6 +114,24 @@ def test_another_worker_becomes_chief(tmp_path: Path, mains: Any, start_method: 
     resumed = trainer(tmp_path, "auto", devices=1, max_steps=step + 5, max_epochs=-1)
     resumed.fit(Regression(), loader(), ckpt_path=str(last))
     assert resumed.global_step == step + 5
+
+
+def test_the_next_chief_replaces_a_last_checkpoint_that_was_written_in_part(tmp_path: Path, mains: Any) -> None:
+    """It is not to leave that file behind, and to begin ``last-v1.ckpt``."""
+    main = mains(target=main_process, args=(tmp_path, "fork"), kwargs={"dies": True})
+    main.start()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    try:
+        wait_until(lambda: last.exists() and last.stat().st_size > 100, 60, "another checkpoint")
+        (tmp_path / "stop").touch()
+        main.join(30)
+    finally:
+        main.kill()
+        main.join()
+    assert main.exitcode == 0, (tmp_path / "output").read_text()
+    assert (tmp_path / "died").exists()
+    assert "last-v1.ckpt" not in [file.name for file in last.parent.iterdir()]
+    assert torch.load(last, weights_only=False)["global_step"] >= 7
 
 
 def test_aborting_ends_all_when_worker_0_dies(tmp_path: Path, mains: Any) -> None:
