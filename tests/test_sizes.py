@@ -89,8 +89,8 @@ TOOLS = {
 # 195 of the core are what plain loops refuse or warn of, and what grows in them: passes side by side, two in one job.
 # 175 of the core are islands that decide few things together: what all processes know ahead, and when they look.
 # 10 of the core are updates that all servers have when an elastic run's epoch ends, and a last.ckpt that is replaced.
-# 123 of the core are servers that islands restore: a process's part of the weights, of what is sent again, and errors.
-LINES = {"core": 31_075, "engines": 1_097, "tools": 8_330}
+# 124 of the core are servers that islands restore: a process's part of the weights, of what is sent again, and errors.
+LINES = {"core": 31_080, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

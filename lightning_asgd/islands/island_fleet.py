@@ -168,6 +168,7 @@ class IslandFleet(ElasticFleet):
             until = time.monotonic() + _LOOK_S
             while not (found := done()) and time.monotonic() < until:
                 time.sleep(_POLL_S)
+                self.client.connection.attend()  # others may wait for what this island knows of a lost server
                 super(IslandFleet, self).check_session()
                 super(IslandFleet, self).begin_epoch()
             return found
