@@ -11,9 +11,9 @@ from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.island_leases import IslandLeases
 from lightning_asgd.islands.island_synchronizer import set_up_island
+from lightning_asgd.islands.shared_leases import SharedLeases
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Phase
-from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import Start
@@ -25,6 +25,7 @@ class IslandSession(FitSession):
     """See :class:`FitSession`; ``place`` is this process's place among those that share a batch, and their number."""
 
     _membership: IslandFleet
+    _kind_of_leases = SharedLeases
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class IslandSession(FitSession):
         group.on("reset non-finite state", super()._reset_nonfinite_state)
         super().__init__(trainer, membership, config, resume, units, split=False)
 
-    def _leases_of_loop(self, leases: DataLeases) -> IslandLeases:
+    def _leases_of_loop(self, leases: Any) -> IslandLeases:
         return IslandLeases(self._group, leases, self._place)
 
     def _enter(self, start: Start) -> Synchronizer:

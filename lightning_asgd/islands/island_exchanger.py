@@ -49,6 +49,14 @@ class IslandShards(ShardClient):
         self.latest = [replace(message, base_version=version) for version in base_versions]
         return [self.connection.post(s, each) for s, each in enumerate(self.latest)]
 
+    def arrived_here(self, futures: list[Future[Any]]) -> bool:
+        """Whether this process has its part of the answer to an exchange."""
+        return self._part.arrived and all(future.done() for future in futures)
+
+    def arrived_everywhere(self, futures: list[Future[Any]]) -> bool:
+        """Whether all processes have. They compare that if this one has: it would wait for the others."""
+        return self.arrived_here(futures) and self._part.arrived_everywhere()
+
     def allocate(self, server: int, shared: SharedRef | None) -> bool:
         """Allocate the shard on a lost server's replacement, and have every process bring it what it fetched last."""
         connection = self.connection
@@ -117,7 +125,7 @@ class IslandReplica:
 
     def pack(self) -> None:
         """Write the update to the send buffers."""
-        self._part.order("pack")
+        self._part.pack_together()
 
     def fetched(self, server: int) -> None:
         """None: every process brings its part of the weights that were fetched last."""

@@ -22,7 +22,7 @@ __all__ = ["IslandGroup"]
 
 T = TypeVar("T")
 
-_SHORT = 1024  # bytes of a message that are sent without another message about its length
+_SHORT = 8192  # bytes of a message that are sent without another message about its length
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class IslandGroup:
         self._group: Any = dist.new_group(backend="gloo", timeout=self._patience)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._orders: dict[str, Callable[..., None]] = {}
-        self._facts: dict[str, Callable[[], Any]] = {}
+        self._facts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
         self.known: dict[str, Any] = {}
         """What the first process has reported at the end of the latest call of :meth:`share`, by name."""
-        self._later: list[_Order] = []  # that the others obey in the next call of `share`
+        self._later: list[_Order] = []  # that are sent to the others with the next message
         self._shares = False  # whether the first process is within `share`
 
     @property
@@ -65,9 +65,12 @@ class IslandGroup:
         """Have this process do something when it is ordered to."""
         self._orders[name] = obey
 
-    def report(self, name: str, fact: Callable[[], Any]) -> None:
-        """Have the first process report something with every call of :meth:`share`: see :attr:`known`."""
-        self._facts[name] = fact
+    def report(self, name: str, fact: Callable[[], Any], learn: Callable[[Any], None] = lambda _: None) -> None:
+        """Have the first process report something with every call of :meth:`share`: see :attr:`known`.
+
+        The others ``learn`` it at once.
+        """
+        self._facts[name] = fact, learn
 
     def share(self, call: Callable[[], T]) -> T:
         """What ``call`` returns or raises on the first process. The others do not call it."""
@@ -77,28 +80,25 @@ class IslandGroup:
             return self._follow()  # type: ignore[no-any-return]
         self._shares = True
         try:
-            for order in self._later:
-                self._send(order)
-            self._later = []
             value = call()
-            self.known = {name: fact() for name, fact in self._facts.items()}
+            self.known = {name: fact() for name, (fact, _) in self._facts.items()}
         except BaseException as error:
-            self._send(_Outcome(error=_picklable(error)))
+            self._tell(_Outcome(error=_picklable(error)))
             raise
         finally:
             self._shares = False
-        self._send(_Outcome(value, known=self.known))
+        self._tell(_Outcome(value, known=self.known))
         return value
 
     def order(self, name: str, *arguments: Any) -> None:
         """Have every process do something, this first one too. To be called within :meth:`share`."""
         if not self._shares:
             raise RuntimeError(f"The order {name!r} was given outside of share(): no process is listening.")
-        self._send(_Order(name, arguments))
+        self._tell(_Order(name, arguments))
         self._orders[name](*arguments)
 
     def order_later(self, name: str, *arguments: Any) -> None:
-        """Have the other processes do something in the next call of :meth:`share`. Called on the first one alone."""
+        """Have the other processes do something before what they are sent next. Called on the first one alone."""
         self._later.append(_Order(name, arguments))
 
     def any(self, decision: bool) -> bool:
@@ -107,6 +107,12 @@ class IslandGroup:
             return decision
         flag = torch.tensor(int(decision))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def all(self, decision: bool) -> bool:
+        """Whether it is true on every process. All call it together, also within an order."""
+        flag = torch.tensor(int(decision))
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=self._group)
         return bool(flag)
 
     def agree(self, error: BaseException | None) -> BaseException | None:
@@ -145,14 +151,20 @@ class IslandGroup:
 
     def _follow(self) -> Any:
         while True:
-            got = self._receive()
-            if isinstance(got, _Order):
-                self._orders[got.name](*got.arguments)
-            elif got.error is not None:
-                raise got.error
-            else:
-                self.known = got.known
-                return got.value
+            for got in self._receive():
+                if isinstance(got, _Order):
+                    self._orders[got.name](*got.arguments)
+                elif got.error is not None:
+                    raise got.error
+                else:
+                    self.known = got.known
+                    for name, fact in got.known.items():
+                        self._facts[name][1](fact)
+                    return got.value
+
+    def _tell(self, message: Any) -> None:
+        later, self._later = self._later, []
+        self._send([*later, message])
 
     def _send(self, message: Any) -> None:
         data = pickle.dumps(message)

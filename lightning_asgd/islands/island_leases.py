@@ -7,37 +7,35 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lightning_asgd.islands.island_group import IslandGroup
-from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.islands.shared_leases import SharedLeases
 from lightning_asgd.worker.lease_plan import Plan
 
 __all__ = ["IslandLeases", "part_of"]
 
 T = TypeVar("T")
 
-_FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "progress", "share", "counts")
-_NONE = {"opened": ""}  # of them, before an epoch
-
 
 class IslandLeases:
-    """Calls the first process's leases on all processes together; see :class:`DataLeases`.
+    """The leases of all processes together; see :class:`DataLeases`.
+
+    Batches that all know of are taken and counted by each process. What may wait for the coordinator, or for other
+    workers, the first process does for all.
 
     Args:
-        leases: the first process's; those of the others ask for nothing.
+        leases: this process's.
         place: this process's place among those that share a batch, and their number.
     """
 
-    def __init__(self, group: IslandGroup, leases: DataLeases, place: tuple[int, int]) -> None:
+    def __init__(self, group: IslandGroup, leases: SharedLeases, place: tuple[int, int]) -> None:
         self._group, self._leases, self._place = group, leases, place
-        self._plan: Plan | None = None
-        group.report("leases", lambda: {name: getattr(leases, name) for name in _FACTS} if leases.opened else _NONE)
+        leases.leads = group.leads
+        group.report("leases", leases.known, leases.learn)
 
-    def _together(self, call: Callable[[DataLeases], T]) -> T:
+    def _together(self, call: Callable[[SharedLeases], T]) -> T:
         return self._group.share(lambda: call(self._leases))
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FACTS:
-            return self._group.known.get("leases", _NONE)[name]
-        return getattr(self._leases, name)  # seconds waited: this process's own
+        return getattr(self._leases, name)  # where the epoch is, which all know; seconds waited, which are its own
 
     @property
     def batch(self) -> int:
@@ -48,46 +46,27 @@ class IslandLeases:
     def batch(self, batch: int) -> None:
         self._leases.batch = batch
 
-    @property
-    def plan(self) -> Plan:
-        """The present epoch."""
-        if self._plan is None:
-            raise RuntimeError("no epoch was opened")
-        return self._plan
-
-    def reset(self) -> None:
-        """Forget the present epoch."""
-        self._plan, self._group.known["leases"] = None, _NONE
-        self._leases.reset()
-
     def open(self, plan: Plan) -> None:
         """Begin an epoch, or begin to load the rest of it again."""
-        self._plan = plan
+        if not self._group.leads:
+            self._leases.follow(plan)
         self._together(lambda leases: leases.open(plan))
 
     def take(self) -> Any:
         """This process's part of the next batch; None if there is none now."""
-        samples = self._together(lambda leases: leases.take())
+        take = SharedLeases.take
+        samples = take(self._leases) if self._leases.ahead else self._together(take)
         return None if samples is None else part_of(samples, *self._place)
-
-    def accumulate(self, batches: int) -> None:
-        """Set the number of batches per step."""
-        self._together(lambda leases: leases.accumulate(batches))
 
     def begin_batch(self, begun_s: float = 0.0) -> None:
         """A batch is about to be trained."""
         if self._group.leads:
             self._leases.begin_batch(begun_s)
 
-    def end_batch(self, steps: int) -> bool:
-        """Note its end. It is known already whether it counts."""
-        counts: bool = self.counts
-        if self._group.leads:
-            self._leases.end_batch(steps)
-        return counts
-
     def more(self, acknowledged: int) -> bool:
         """Whether there is another batch."""
+        if self._leases.in_hand:
+            return self._leases.more(acknowledged)
         return self._together(lambda leases: leases.more(acknowledged))
 
     @contextmanager

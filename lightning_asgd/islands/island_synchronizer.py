@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -13,10 +14,11 @@ from lightning_asgd.islands.blocks import part_layout
 from lightning_asgd.islands.island_exchanger import IslandReplica, IslandShards
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.local_tensors import block_of, local_places, reshard
+from lightning_asgd.islands.next_look import steps_to_look
 from lightning_asgd.islands.part_exchange import Copies, PartExchange, PartSender
 from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.exchanger import Channel, Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Training, Waits, run
@@ -29,22 +31,39 @@ class IslandSynchronizer(Synchronizer):
     """Calls the first process's exchanger on all processes together; see :class:`Synchronizer`."""
 
     def __init__(
-        self, group: IslandGroup, layout: Layout, parts: Sequence[PartExchange], exchanger: Exchanger | None
+        self,
+        group: IslandGroup,
+        layout: Layout,
+        parts: Sequence[PartExchange],
+        exchanger: Exchanger | None,
+        offline: int,
     ) -> None:
         self.layout, self._group, self._parts, self._exchanger = layout, group, parts, exchanger
+        self._shards = [cast(IslandShards, channel.shards) for channel in (exchanger.channels if exchanger else ())]
+        self._offline = offline  # steps that the island may take without an exchange
+        self._looked = -1  # steps that were taken when the first process last did what was due
         self._stats = ExchangeStats() if exchanger is None else exchanger.stats
         group.report("exchanges", self._report)
         group.share(lambda: None)
 
     def _report(self) -> list[Any]:
-        """Versions, whether steps were taken since the last fetch, those not acknowledged, whether anything is due."""
+        """Versions, whether steps were taken since the last fetch, and the steps until something is to be done."""
         exchanger = self._exchanger
         if exchanger is None:
             return []
-        steps, channels = exchanger.stats.steps, exchanger.channels
-        due = any(each.leaving is not None or each.answered or any(each.schedule.due(steps)) for each in channels)
-        due = due or exchanger.client.connection.must_attend
-        return [exchanger.versions, exchanger.moved, exchanger.unacknowledged, due]
+        attends = exchanger.client.connection.must_attend
+        looks = 0 if attends else min(map(self._steps_to_look, exchanger.channels, self._shards))
+        return [exchanger.versions, exchanger.moved, looks]
+
+    def _steps_to_look(self, channel: Channel, shards: IslandShards) -> int:
+        pending, steps = channel.log.in_flight, channel.stats.steps
+        if channel.leaving is not None:
+            return 0
+        if pending is not None and shards.arrived_here(pending.futures):
+            return int(self._looked == steps)  # another process lacks its part
+        since_s = None if pending is None else time.perf_counter() - pending.begun
+        step_s = 0.0 if pending is None else pending.step_s
+        return steps_to_look(channel.schedule, steps, self._looked, since_s, step_s, offline=self._offline)
 
     def _together(self, call: Callable[[Exchanger], Waits]) -> Waits:
         def lead() -> None:
@@ -83,8 +102,8 @@ class IslandSynchronizer(Synchronizer):
 
     @property
     def unacknowledged(self) -> int:
-        """Steps that servers have not acknowledged, as known last."""
-        return int(self._group.known["exchanges"][2])
+        """Steps that servers have not acknowledged; only the first process is asked for them."""
+        return 0 if self._exchanger is None else self._exchanger.unacknowledged
 
     @property
     def constants(self) -> bytes:
@@ -98,7 +117,7 @@ class IslandSynchronizer(Synchronizer):
     def count_step(self, skipped: Skipped = False) -> None:
         """Note a step, on every process."""
         known = self._group.known["exchanges"]
-        known[1], known[2] = True, known[2] + 1
+        known[1], known[2] = True, known[2] - 1
         if self._exchanger is not None:
             self._exchanger.count_step(skipped)
             return
@@ -107,8 +126,18 @@ class IslandSynchronizer(Synchronizer):
             part.replica.accrue(skipped)
 
     def advance(self) -> Waits:
-        """Do what is due between two batches, as it was when the first process reported last."""
-        return () if not self._group.known["exchanges"][3] else self._together(lambda exchanger: exchanger.advance())
+        """Do what is due between two batches, if the first process expected anything when it reported last."""
+        if self._group.known["exchanges"][2] > 0:
+            return ()
+
+        def look(exchanger: Exchanger) -> Waits:
+            for channel, shards in zip(exchanger.channels, self._shards, strict=True):
+                if (pending := channel.log.in_flight) is not None:
+                    pending.held = not shards.arrived_everywhere(pending.futures)
+            yield from exchanger.advance()
+            self._looked = exchanger.stats.steps
+
+        return self._together(look)
 
     def flush(self) -> Waits:
         """Complete the exchange in flight and push the rest."""
@@ -211,4 +240,5 @@ def set_up_island(
 
     made: list[Exchanger] = []
     group.share(lead)
-    return IslandSynchronizer(group, layout, parts, made[0] if made else None)
+    offline = 0 if algorithm.waits else config.max_offline_steps
+    return IslandSynchronizer(group, layout, parts, made[0] if made else None, offline)

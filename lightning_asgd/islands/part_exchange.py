@@ -121,13 +121,19 @@ class PartExchange:
         self._messages: dict[int, list[ExchangePart]] = {}
         self._futures: list[Future[Any]] = []  # of the latest exchange, until all processes have their answers
         self._answers: list[tuple[Tensor, ...]] = []  # until they are merged
-        exchanges = self.pack, self.send, self.receive, self.merge, self.adopt, self.resume, self.forget
+        self._everywhere = False  # whether all processes have their answers, as they found last
+        exchanges = self.pack, self.send, self.compare, self.receive, self.merge, self.adopt, self.resume, self.forget
         for obey in (self.init, self.restore, self.resend, *exchanges):
             group.on(f"{obey.__name__} fragment {fragment}", obey)
 
     def order(self, what: str, *arguments: Any) -> None:
         """Have every process do something with its part."""
         self._group.order(f"{what} fragment {self.fragment}", *arguments)
+
+    def pack_together(self) -> None:
+        """Have every process pack its part: the others before they obey what they are ordered next."""
+        self._group.order_later(f"pack fragment {self.fragment}")
+        self.pack()
 
     def init(self, fill: bool) -> None:
         """Say what this process exchanges; with ``fill``, bring the shards' first values."""
@@ -192,6 +198,20 @@ class PartExchange:
         future = self._connection.post(server, self._messages[exchange][server])
         if self._futures and exchange == max(self._messages):
             self._futures[server] = future
+
+    @property
+    def arrived(self) -> bool:
+        """Whether this process has all answers."""
+        return all(future.done() for future in self._futures)
+
+    def compare(self) -> None:
+        """Find out whether all processes have."""
+        self._everywhere = self._group.all(self.arrived)
+
+    def arrived_everywhere(self) -> bool:
+        """Have all processes compare."""
+        self.order("compare")
+        return self._everywhere
 
     def receive(self) -> None:
         """Wait for this process's part of the answers."""

@@ -51,6 +51,7 @@ class Participation:
 
     synchronizer: Synchronizer
     _leases: DataLeases
+    _kind_of_leases = DataLeases
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Participation:
         self._period = 0  # steps between two exchanges, if it follows from the training
         self.samples: list[dict[str, Tensor]] = []
         collective_s = config.timeouts.collective_s
-        leases = DataLeases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
+        leases = self._kind_of_leases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
         self._leases = self._leases_of_loop(leases)
         about = leases, measure, units, lambda: self._period, lambda: self.optimizers
         self._training = Training(self._reset_nonfinite_state, self._lr, *about, late_steps=late_steps)

@@ -81,13 +81,16 @@ class Schedule:
         """Steps between two pushes."""
         return self._wished or self.npush
 
-    def due(self, steps: int) -> tuple[bool, bool]:
-        """Whether a push, and whether a fetch is due, given the number of optimizer steps taken."""
+    def due(self, steps: int, more: int = 0) -> tuple[bool, bool]:
+        """Whether a push, and whether a fetch is due, given the number of optimizer steps taken.
+
+        ``more``: how many of these are only going to be taken.
+        """
         nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)
         period = self._config.algorithm.period
         return (
-            self.since_push + self._lead >= period(self.nsync, steps),
-            self.since_fetch + self._lead >= period(nfetch, steps),
+            self.since_push + more + self._lead >= period(self.nsync, steps),
+            self.since_fetch + more + self._lead >= period(nfetch, steps),
         )
 
     def pushed(self, steps: int, now: float, *, rest: bool) -> tuple[float, float]:

@@ -33,7 +33,7 @@ from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import InFlight, ShardClient
 from lightning_asgd.worker.synchronizer import Skipped, Training, Waits, run
 
-__all__ = ["Exchanger"]
+__all__ = ["Channel", "Exchanger"]
 
 _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
@@ -85,7 +85,7 @@ class Channel:
     @property
     def answered(self) -> bool:
         """Whether the exchange in flight has been answered."""
-        return self.log.in_flight is not None and all(f.done() for f in self.log.in_flight.futures)
+        return (each := self.log.in_flight) is not None and not each.held and all(f.done() for f in each.futures)
 
     @property
     def unacknowledged(self) -> int:

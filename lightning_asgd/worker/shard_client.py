@@ -32,6 +32,7 @@ class InFlight:
     step_s: float  # seconds per step before it; 0 if unknown
     cost_s: float = 0.0  # in which the training thread was busy with it
     nbytes: int = 0  # of the update
+    held: bool = False  # whether other processes of an island have to wait for their parts of the answer
     futures: list[Future[Any]] = field(default_factory=list)
     answered: list[float] = field(default_factory=list)  # when each server has
     replies: list[Reply] = field(default_factory=list)

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.islands.island_synchronizer import set_up_island
+from lightning_asgd.islands.island_synchronizer import IslandSynchronizer, set_up_island
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.process_name import this_process
@@ -214,8 +214,10 @@ class OneProcess:
     """The group of an island of one process: orders are obeyed at once."""
 
     rank, size, leads = 0, 1, True
+    others_have_theirs = True  # if there were others
 
     def __init__(self) -> None:
+        self.shares = 0
         self.known: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.orders: dict[str, Any] = {}
@@ -224,7 +226,11 @@ class OneProcess:
     def order(self, name: str, *arguments: Any) -> None:
         self.orders[name](*arguments)
 
+    def order_later(self, name: str, *arguments: Any) -> None:
+        pass
+
     def share(self, call: Any) -> Any:
+        self.shares += 1
         result = call()
         self.known = {name: fact() for name, fact in self.facts.items()}
         return result
@@ -232,32 +238,61 @@ class OneProcess:
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
 
+    def all(self, decision: bool) -> bool:
+        return decision and self.others_have_theirs
+
     def agree(self, error: Any) -> Any:
         return error
 
 
-def test_a_push_that_one_server_rejects_is_sent_there_again_with_its_parts() -> None:
-    cluster = Cluster(servers=2, workers=2)
+def enter(cluster: Cluster, group: OneProcess, **settings: Any) -> tuple[torch.nn.Module, IslandSynchronizer]:
+    """Worker 0 of a job of two, as an island; its module has zeros for weights."""
     module = torch.nn.Linear(3, 2, bias=False)
     with torch.no_grad():
         module.weight.zero_()
     client, other = cluster.client(0), cluster.client(1)
     client.join()
     other.join()
-    config = ExchangeConfig.create(nsync=1, algorithm=ASGD("sum"), overlap=False)
-    sender, group = PartSender(client.connection, this_process()), OneProcess()
-    island = set_up_island(group, module, sender, client, config, Training(), Start(fill=True))  # type: ignore[arg-type]
-    sessions = [service.session for service in cluster.services]
-    assert sessions[1] is not None
-    sessions[1].members.fenced.add(0)  # server 0 has heard of it, and takes the push
+    config = ExchangeConfig.create(algorithm=ASGD("sum"), **settings)
+    sender = PartSender(client.connection, this_process())
+    start = Start(fill=True)
+    return module, set_up_island(group, module, sender, client, config, Training(), start)  # type: ignore[arg-type]
+
+
+def step(module: torch.nn.Module, island: IslandSynchronizer) -> None:
     with torch.no_grad():
         module.weight.add_(1.0)
     island.count_step()
+
+
+def test_a_push_that_one_server_rejects_is_sent_there_again_with_its_parts() -> None:
+    cluster = Cluster(servers=2, workers=2)
+    module, island = enter(cluster, OneProcess(), nsync=1, overlap=False)
+    sessions = [service.session for service in cluster.services]
+    assert sessions[1] is not None
+    sessions[1].members.fenced.add(0)  # server 0 has heard of it, and takes the push
+    step(module, island)
     run(island.flush())
     for session in sessions:
         assert session is not None
         assert session.shards[0].weights[0].tolist() == [1.0] * 3
         assert session.shards[0].counts.applied == 1
+
+
+def test_an_answer_is_merged_once_every_process_has_its_part_and_looks_are_few() -> None:
+    group = OneProcess()
+    module, island = enter(Cluster(workers=2), group, nsync=4)
+    looks: list[int] = []
+    for number in range(1, 9):
+        group.others_have_theirs = number > 6
+        step(module, island)
+        before = group.shares
+        run(island.advance())
+        looks += [number] * (group.shares - before)
+        assert island.stats.exchanges == (number > 6), number
+    # It began after step 4. The answer was there at once, and on all processes after step 7: the next one is due at 8.
+    assert looks == [4, 5, 6, 7, 8]
+    assert island.stats.steps == 8
 
 
 def test_an_island_that_has_described_no_parts_is_refused() -> None:

@@ -42,6 +42,9 @@ class ActorGroup(IslandGroup):
     def agree(self, error: BaseException | None) -> BaseException | None:
         return next((each for each in self.gather(error) if each is not None), None)
 
+    def all(self, decision: bool) -> bool:
+        return all(self.gather(decision))
+
     def gather(self, value: Any) -> list[Any]:
         return self._meet(value, tuple(range(self.size)))
 

@@ -1,0 +1,37 @@
+"""When an island's processes next look together what has become of an exchange. Pure: time is an argument.
+
+In every look they wait for each other. A worker of one process looks between any two batches, since that costs it
+nothing.
+"""
+
+from __future__ import annotations
+
+from lightning_asgd.worker.exchange_period import Schedule
+
+__all__ = ["steps_to_look"]
+
+_MOST = 64  # steps
+_LATE = 8  # an answer is noticed after this part of the time that it took, at the latest, or a step later
+
+
+def steps_to_look(
+    schedule: Schedule, steps: int, looked: int, since_s: float | None, step_s: float, *, offline: int
+) -> int:
+    """After how many more steps one exchange is to be looked at; 0: before the next batch.
+
+    Args:
+        schedule: when exchanges are due, and how long they take.
+        steps: optimizer steps that were taken.
+        looked: those that were taken at the latest look.
+        since_s: seconds since an exchange in flight began that is not answered yet; None if none is.
+        step_s: seconds per step; 0 if unknown.
+        offline: steps that the worker may take without an exchange.
+    """
+    due = next((more for more in range(_MOST) if any(schedule.due(steps + more, more))), _MOST)
+    if since_s is None:
+        return due or int(looked == steps)  # it was not begun, since a sync point is near
+    if due == 0 and not any(schedule.due(looked, looked - steps)):
+        return 0  # it is deferred, which counts once
+    expected_s = max(schedule.trip_s - since_s, since_s / _LATE)
+    looks = max(1, min(_MOST, round(expected_s / step_s) if step_s else 1))
+    return min(looks, due or max(0, offline - schedule.since_push))
