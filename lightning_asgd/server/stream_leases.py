@@ -93,10 +93,6 @@ class StreamLeases(Leases):
     def _left_in(self, segment: int) -> int:
         return self.epoch.ends[segment] - self._finished.total - self._held
 
-    @property
-    def _lacking(self) -> bool:
-        return False
-
     def _holds(self, worker: WorkerLeases) -> int | None:
         return worker.segment if worker.held else None
 

@@ -21,6 +21,7 @@ from torch.utils.data import RandomSampler
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest, OpenEpoch
 from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.server.stream_leases import leases_of
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.leased_sampler import in_common_order
@@ -319,6 +320,20 @@ def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() ->
         (0, True),
         (1, True),
     ]
+
+
+@pytest.mark.parametrize("shards", [(), (1, 2)], ids=["samples", "shards"])
+def test_an_interval_of_a_run_is_over_once_all_servers_have_its_updates(shards: tuple[int, ...]) -> None:
+    """There is no sync point, where workers would wait for each other's pushes to the other servers."""
+    leases = leases_of(Epoch("0", 2, (2,), shards=shards), all_train=False)
+    leases.update_members({0, 1}, 0.0)
+    for worker in (0, 1):
+        ((_, grant),) = leases.serve(LeaseRequest("s", worker, "0", 0, 0, 0, 0.1), 0.0)
+        assert units(grant) == 1
+        leases.applied(worker, 1)
+    assert leases.serve(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), 0.1) == []
+    answers = leases.serve(LeaseRequest("s", 1, "0", 0, 1, 1, 0.1, wait=True), 0.2)
+    assert sorted((request.worker, grant.over) for request, grant in answers) == [(0, True), (1, True)]
 
 
 def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
