@@ -1,4 +1,4 @@
-"""What a message costs the servers, with 16 to 1,024 workers: a claim, an exchange, a beat, a contribution, ...
+"""What a message costs the servers, with 16 to 1,024 workers: a claim, an exchange, a heartbeat, ...
 
     python benchmarks/scale.py                       # a few minutes on one core
     python benchmarks/scale.py --workers 16 64       # fewer workers
@@ -6,9 +6,9 @@
 
 Two servers in one process, without a network: the real service of the coordinator, which has a shard too, and that of
 another shard. Simulated workers send them what real ones do, in virtual time: they claim samples of epochs, train at
-speeds of their own (a step of 2 s on average, up to four times as much), push and fetch every ten steps, send
-heartbeats, wait for each other at the ends of sync intervals, and meet there in a collective. In the midst of that
-workers are killed and replaced (in a job), or leave and others join (in an elastic run).
+speeds of their own (a step takes 2 s on average; the slowest worker needs four times as long as the fastest), push and
+fetch every ten steps, send heartbeats, wait for each other at the ends of sync intervals, and meet there in a
+collective. Meanwhile workers are killed and replaced (in a job), or leave and others join (in an elastic run).
 
 A figure is the CPU time of all messages of a kind, divided by their number: what a message costs with all that it
 causes, such as the answers to others that wait. Runs are interleaved; medians, minima and maxima are of repeats.

@@ -27,7 +27,7 @@ def merged(ranges: Sequence[tuple[int, int]], ends: Collection[int] = ()) -> lis
 
 def common(ranges: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     """The intersection of two lists of ranges."""
-    return [(max(a, first), min(b, last)) for a, b in ranges if a < last and first < b]
+    return [(max(a, first), min(b, last)) for a, b in ranges if max(a, first) < min(b, last)]
 
 
 def without(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:

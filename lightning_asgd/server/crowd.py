@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from lightning_asgd.server.self_scheduling import MUCH_FASTER, Load
 
-__all__ = ["ONE", "Crowd", "Member", "fixed"]
+__all__ = ["FASTEST_S", "ONE", "Crowd", "Member", "fixed"]
 
 ONE = 1 << 32  # sums are whole numbers of this part, so that they are exact, whatever their order
 _CELLS = 1024  # per second: how exactly a worker's first end is known
 _MIDDLE = 1 << 32  # cell of second 0, which is 48 days from the first and the last
 _END = 2 * _MIDDLE
-_FASTEST_S = 1e-9  # seconds per unit
+FASTEST_S = 1e-9  # seconds per unit, at least: an inverse must be a number
 
 
 def fixed(value: float) -> int:
@@ -40,7 +40,7 @@ class Member(NamedTuple):
     @property
     def rate(self) -> int:
         """Units per second."""
-        return fixed(1 / max(self.unit_s, _FASTEST_S))
+        return fixed(1 / self.unit_s)
 
 
 class _Sums:
@@ -72,7 +72,7 @@ class _Sums:
 
     def until(self, second: float) -> tuple[int, int, int]:
         """Units of a step of each, units per second, and these times the seconds of the first ends."""
-        index = min(max(0, int(second * _CELLS) + _MIDDLE), _END - 1)
+        index = min(max(0, int(second * _CELLS) + _MIDDLE - 1), _END - 1)  # those in its own cell may end later
         size = rate = work = 0
         nodes = self._nodes
         while index:

@@ -155,6 +155,11 @@ class IslandParts:
         ``apply`` is called once everything has arrived: it returns the reply to the exchange, or a future of it.
         """
         island = self._find(message.worker, message.fragment)
+        before = island.message if isinstance(message, Exchange) else island.arrived.get(message.part)
+        if before is not None:
+            self._pending.complete(
+                before, WorkerAwayError(f"Island {message.worker} has sent this again, or given it up.")
+            )
         future = self._pending.add(message)
         try:
             whole = island.add(message)

@@ -1,9 +1,10 @@
-"""Whether workers mean the same epoch, and whether a request can be granted. Pure."""
+"""Whether workers mean the same epoch, and whether a request is valid. Pure."""
 
 from __future__ import annotations
 
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import Epoch, LeaseRequest
+from lightning_asgd.ranges import are_in_order
 
 __all__ = ["check_epoch", "check_request"]
 
@@ -38,6 +39,11 @@ def check_request(epoch: Epoch, request: LeaseRequest) -> None:
         raise ProtocolError(
             f"Worker {request.worker} asks for units with size={request.size}, trained={request.trained} and "
             f"durations of {durations} s. Expected at least 1, at least 0, and finite numbers from 0."
+        )
+    if not all(are_in_order([each], epoch.numbers) for each in request.returned):
+        raise ProtocolError(
+            f"Worker {request.worker} returns units {request.returned} of epoch {epoch.key}. Expected ranges of its "
+            f"{epoch.numbers} numbers."
         )
     if not 0 <= request.segment < len(epoch.ends):
         raise ProtocolError(

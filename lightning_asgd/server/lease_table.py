@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.ranges import RangeSet, common, without
-from lightning_asgd.server.crowd import ONE
+from lightning_asgd.server.crowd import FASTEST_S, ONE
 from lightning_asgd.server.lease_checks import check_epoch, check_request
 from lightning_asgd.server.lease_totals import Counted, Queues, Totals, WorkerLeases
 from lightning_asgd.server.membership import changes
@@ -25,9 +25,11 @@ from lightning_asgd.server.self_scheduling import Few, Load, Others, steps_to_gr
 
 __all__ = ["Leases"]
 
+Ranges = Sequence[tuple[int, int]]
+
 _UNKNOWN = WorkerLeases()
-_FEW = 16  # others, or workers that wait, of whom each is looked at
-_FIRST = 2  # of more that wait, those that are looked at
+_FEW = 16  # others, or waiting workers, up to which each is looked at
+_FIRST = 2  # if more wait, how many of the most urgent are looked at
 
 
 class Leases:
@@ -49,10 +51,9 @@ class Leases:
                     )
         self._workers: dict[int, WorkerLeases] = {}
         self._living: set[int] = set()
-        self._strangers: set[int] = set()  # workers that hold units, or did, and are not living
-        self._totals = Totals()
-        self._pushed: set[int] = set()  # workers of whom updates were applied since the totals were up to date
-        self._queues = Queues()
+        self._strangers: set[int] = set()  # known workers that are not living
+        self._totals, self._queues = Totals(), Queues()
+        self._pushed: set[int] = set()  # workers whose updates were applied since the totals were last updated
         self._cuts = epoch.shards or epoch.ends  # where free ranges end at the latest
         self._cut_at = frozenset(self._cuts)
         self._free = RangeSet(self._cut_at)
@@ -115,7 +116,7 @@ class Leases:
         if number in self._workers:
             self._drop(number)
         worker = self._of(number)
-        worker.trained, worker.acknowledged = part.trained, part.applied
+        worker.trained, worker.acknowledged, worker.stopped = part.trained, part.applied, part.stopped
         worker.segment = worker.served = part.served
         for first, last in part.granted:
             worker.granted += last - first
@@ -147,7 +148,8 @@ class Leases:
         worker.size, worker.begun = request.size, request.begun % request.size
         self._note_ends(request.worker, worker, request.ended)
         self._take_back(worker, request.returned)
-        worker.trained, worker.unit_s, worker.at, worker.segment = request.trained, request.unit_s, now, request.segment
+        worker.trained, worker.at, worker.segment = request.trained, now, request.segment
+        worker.unit_s = max(request.unit_s, FASTEST_S) if request.unit_s else 0.0
         if request.wait:  # it has trained all it had; after a recovery more may be noted, which did not exist
             worker.granted = request.trained
         worker.rtt_s, worker.flush = request.rtt_s, request.flush
@@ -192,7 +194,7 @@ class Leases:
         return answers
 
     def _candidates(self) -> list[int]:
-        """Workers that may wait no longer. If those that would train a step first should wait, all should."""
+        """Waiting workers whose requests may be due. If those that finish a step first have to wait, so do all."""
         found: list[int] = []
         for segment, waiting in self._queues.items():
             if self._over(segment):
@@ -227,7 +229,7 @@ class Leases:
 
     def _choose(
         self, number: int, worker: WorkerLeases, request: LeaseRequest, now: float
-    ) -> Iterator[tuple[int, int]]:
+    ) -> Iterable[tuple[int, int]]:
         """Ranges of units for a worker, each held before the next is chosen; none if others will finish them sooner."""
         units = self._units_for(number, worker, request.segment, now)
         if units == 0:
@@ -239,14 +241,14 @@ class Leases:
         yield first, min(last, first + units)
 
     def _units_for(self, number: int, worker: WorkerLeases, segment: int, now: float) -> int:
-        """How many of the free units of a segment a worker should train next. It is not among those in the totals."""
+        """How many of the free units of a segment a worker should train next. The totals must not include it."""
         left = self._left(segment)
         if not left or self._halted:
             return 0
         unserved, reserved = self._unserved(segment, worker.size)
         surplus = left - reserved
         steps = self._steps(number, worker, left, now) if surplus > 0 else 0
-        units = (min(steps, surplus // worker.size) if unserved else steps) * worker.size
+        units = (min(steps, max(0, surplus) // worker.size) if unserved else steps) * worker.size
         if worker.served >= segment:
             return units
         least = min(worker.size, max(1, left // (1 + unserved)))
@@ -265,12 +267,15 @@ class Leases:
         """The other workers; one whose speed is unknown counts as a mean one."""
         crowd = self._totals.crowd
         crowd.unpaced = self._totals.sums["unpaced"]
+        numbers: Collection[int] = self._living
         if len(crowd) > _FEW:
-            return crowd
-        known = self._expected | self._workers
-        if self._all_train:  # else a worker that has just joined may take long to set up; others do not wait for it
-            known = {n: WorkerLeases() for n in self._living} | known
-        others = [w for n, w in known.items() if n in self._living and n != number and not w.stopped]
+            if not self._all_wait(worker):
+                return crowd
+            numbers = [
+                each for waiting in self._queues.values() for _, each in waiting[:_FEW]
+            ]  # one of them must train
+        known = (self._known(each) for each in numbers if each in self._living and each != number)
+        others = [w for w in known if w is not None and not w.stopped]
         paces = [w.unit_s for w in (worker, *others) if w.unit_s]
         mean = sum(paces) / len(paces)
         return Few([w.load(now, mean, worker.size) for w in others])
@@ -337,10 +342,14 @@ class Leases:
             self._strangers |= {number} - self._living
         return self._workers[number]
 
+    def _known(self, number: int) -> WorkerLeases | None:
+        """What is known of a worker; None if it takes part without a request, and others do not wait for it."""
+        return self._workers.get(number) or self._expected.get(number) or (_UNKNOWN if self._all_train else None)
+
     def _note(self, number: int) -> None:
         """Keep the totals up to date with a worker that has changed."""
         known, lives = number in self._workers, number in self._living
-        worker = self._workers.get(number) or self._expected.get(number) or (_UNKNOWN if self._all_train else None)
+        worker = self._known(number)
         if worker is None or not (known or lives):
             self._totals.take(number)
         else:
@@ -357,20 +366,11 @@ class Leases:
             self._queues.add(request, worker.urgency)
 
     def _urgency(self, worker: WorkerLeases, segment: int) -> float:
-        """What those that wait are ordered by: the seconds until a worker would have trained and pushed a step.
-
-        One that units are reserved for is the first.
-        """
+        """What those that wait are ordered by: a reservation, then the seconds that a step and its push would take."""
         return -1.0 if worker.served < segment else worker.flush + worker.size * worker.unit_s
 
     def _grant(
-        self,
-        worker: WorkerLeases,
-        ranges: Sequence[tuple[int, int]],
-        now: float,
-        *,
-        over: bool = False,
-        final: bool = False,
+        self, worker: WorkerLeases, ranges: Ranges, now: float, *, over: bool = False, final: bool = False
     ) -> LeaseGrant:
         rate = self._totals.sums["rate"] / ONE
         ratio = rate * worker.unit_s if worker.unit_s and rate else float(max(1, len(self._living)))

@@ -18,7 +18,7 @@ from lightning_asgd.server.self_scheduling import Load
 
 __all__ = ["Counted", "Queues", "Totals", "WorkerLeases"]
 
-_FASTEST_S = 1e-9  # seconds per unit
+_STALE = 8  # times as many changes as workers, of which most are past: they are dropped
 
 Amounts = list[tuple["Counter[Any]", Any, int]]
 """A table, a key and what is added to its entry."""
@@ -81,7 +81,7 @@ class WorkerLeases:
         if not self.unit_s or now < self._rises:
             return reported, 0.0
         if now < self.due:
-            rate = 1 / max(self.unit_s, _FASTEST_S)
+            rate = 1 / self.unit_s
             return self.trained - self.applied - self.at * rate, rate
         return float(max(0, self.granted - self.applied)), 0.0
 
@@ -91,7 +91,7 @@ class WorkerLeases:
         return self.at + max(0, self.applied - self.trained) * self.unit_s
 
     def changes(self, now: float) -> float | None:
-        """When what is expected of it changes next, though it reports nothing."""
+        """When its expected progress changes next without a report; None if never."""
         return min((at for at in (self._rises, self.due) if at > now), default=None) if self.unit_s else None
 
 
@@ -173,6 +173,9 @@ class Totals:
         changes = part.worker.changes(self.now) if part.known or part.counts else None
         if changes is not None:
             heapq.heappush(self._changes, (changes, self._put, number))
+        if len(self._changes) > _STALE * (1 + len(self._parts)):
+            self._changes = [each for each in self._changes if self._parts.get(each[2], (0,))[0] == each[1]]
+            heapq.heapify(self._changes)
 
     def _amounts(self, part: Counted) -> tuple[Amounts, Member | None]:
         worker, counts, known, holds = part

@@ -65,7 +65,7 @@ class Membership:
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _looked: float | None = None
     _eldest: int | None = None  # the chief of an elastic run, unless it may have changed
-    _reported: tuple[int, dict[int, int], dict[int, str]] | None = None  # see :meth:`reported`
+    _reported: tuple[int, dict[int, int], dict[int, str]] | None = None  # see :meth:`_for_replies`
 
     def __post_init__(self) -> None:
         self.expected = set(range(self.world_size)) if self.world_size else self.joined
@@ -434,9 +434,9 @@ class Membership:
 
 
 def changes(before: set[int], now: Collection[int]) -> set[int]:
-    """The workers that are in only one of two sets."""
+    """The workers that are in exactly one of two sets."""
     now = now if isinstance(now, set) else set(now)
-    return (before - now) | (now - before)  # no set of all is made
+    return (before - now) | (now - before)  # the union is not built
 
 
 def _place(session: str) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class PendingReplies:
 
     def __init__(self) -> None:
         self._pending: dict[int, tuple[int, Any, Future[Any]]] = {}  # by id of the request: its number, and its future
-        # Requests of a kind, and those of one worker, by id: most messages ask for a few of very many.
+        # Requests of a kind, and those of one worker, by id: most messages concern only a few of very many requests.
         self._kinds: defaultdict[type, dict[int, None]] = defaultdict(dict)
         self._workers: defaultdict[tuple[type, int], dict[int, None]] = defaultdict(dict)
         self._arrived = 0

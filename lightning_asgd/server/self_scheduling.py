@@ -50,7 +50,10 @@ class Others(Sooner, Protocol):
         """Those that are much faster than a worker; None if there are none."""
 
     def finish_s(self, units: int, mine: Load, most_s: float) -> float:
-        """Seconds until they and another worker have trained a number of units; from ``most_s`` on any that is more."""
+        """Seconds until they and another worker have trained a number of units.
+
+        Any number from ``most_s`` on, if it takes longer than that.
+        """
 
 
 class Few:

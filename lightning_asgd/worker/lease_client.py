@@ -62,7 +62,7 @@ class DataLeases(WorkFeed):
             self._plan.close()
         self._plan = plan
         self.segment = 0
-        self.halted = False  # whether a worker has ended the present epoch early for all
+        self.halted = self._stopped = False  # whether a worker has ended the present epoch early, for all or for itself
         self.exhausted = False  # whether its shards are, whatever the end of the segment
         self._waiting: deque[LeasedBatch] = deque()  # granted, not yet given to the loader
         self._loading: deque[LeasedBatch] = deque()  # given to the loader, not yet trained
@@ -231,8 +231,9 @@ class DataLeases(WorkFeed):
         """Ranges of the units that this worker has trained in this epoch."""
         left, own = self._trained, []
         for first, last in self._granted:
-            own.append((first, min(last, first + left)))
-            left -= min(left, last - first)
+            if trained := min(left, last - first):
+                own.append((first, first + trained))
+            left -= trained
         return own
 
     @property
@@ -241,7 +242,8 @@ class DataLeases(WorkFeed):
         if self._plan is None:
             return None
         granted, ended = tuple(self._granted), tuple(self._ended)
-        return LeaseHoldings(self._plan.epoch, granted, self._trained, self._served, ended, self._applied)
+        about = self._trained, self._served, ended, self._applied, self._stopped
+        return LeaseHoldings(self._plan.epoch, granted, *about)
 
     def revoke(self) -> None:
         """Drop all leases after this worker was fenced: the others have them, and its counts start over.
@@ -389,6 +391,7 @@ class DataLeases(WorkFeed):
 
     def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> Asked:
         begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
+        self._stopped = stop
         connection, restored = client.connection, client.connection.restored[COORDINATOR]
         message = LeaseRequest(
             *connection.sender,

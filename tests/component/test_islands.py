@@ -128,13 +128,14 @@ def test_an_update_with_a_nan_in_one_part_is_refused_as_a_whole() -> None:
 def test_a_part_of_an_exchange_that_was_given_up_does_not_join_another_one() -> None:
     island = Island()
     _, first, _ = island.messages(1, torch.full((10,), 100.0))
-    island.ask(first)  # the other process has died before it sent its own; the island begins again
+    given_up = island.ask(first)  # the other process has died before it sent its own; the island begins again
     lead, mine, other = island.messages(2, torch.ones(10))
     assert isinstance(island.ask(lead), Future)
     assert isinstance(island.ask(other), Future)
     assert torch.equal(island.weights(), FIRST)
     island.ask(mine)
     assert torch.equal(island.weights(), FIRST + 1)
+    assert value(given_up).error == "WorkerAwayError"  # else it would be kept for ever
 
 
 def test_what_waits_for_more_of_an_exchange_fails_once_the_island_has_left() -> None:

@@ -19,7 +19,7 @@ from torch.futures import Future
 from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest, OpenEpoch
+from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.stream_leases import leases_of
 from lightning_asgd.worker.lease_client import DataLeases
@@ -334,6 +334,51 @@ def test_an_interval_of_a_run_is_over_once_all_servers_have_its_updates(shards: 
     assert leases.serve(LeaseRequest("s", 0, "0", 0, 1, 1, 0.1, wait=True), 0.1) == []
     answers = leases.serve(LeaseRequest("s", 1, "0", 0, 1, 1, 0.1, wait=True), 0.2)
     assert sorted((request.worker, grant.over) for request, grant in answers) == [(0, True), (1, True)]
+
+
+def test_a_worker_that_had_stopped_holds_nothing_up_after_the_coordinator_was_lost() -> None:
+    """It reports what it has trained of each range that it was granted: of the second one nothing."""
+    epoch = Epoch("0", 20, (20,), done=((0, 4),))
+    leases = Leases(epoch, all_train=False)
+    leases.reinstate(0, LeaseHoldings(epoch, ((0, 4), (8, 8)), 4, 0, applied=2, stopped=True))
+    leases.update_members({0, 1}, 0.0)
+    ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 0, 0, 0.1, size=16), 0.0)
+    assert units(grant) == 16
+    ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 16, 16, 0.1, wait=True, size=16), 2.0)
+    assert grant.over
+
+
+def test_an_interval_with_fewer_units_than_a_step_for_each_grants_all_of_them_once() -> None:
+    """The first worker asks twice before the others do: what is left is reserved for these."""
+    leases = Leases(Epoch("0", 8, (8,)))
+    leases.update_members({0, 1, 2}, 0.0)
+    granted: Counter[int] = Counter()
+
+    def claim(worker: int, trained: int, unit_s: float, now: float, *, wait: bool = False) -> None:
+        about = "s", worker, "0", 0, trained, trained, unit_s
+        for _, grant in leases.serve(LeaseRequest(*about, wait=wait, size=4), now):
+            assert all(first < last for first, last in grant.ranges)
+            granted.update(unit for first, last in grant.ranges if not grant.void for unit in range(first, last))
+
+    claim(0, 0, 0.0, 0.0)
+    claim(0, 0, 0.0, 0.1)
+    claim(0, 2, 0.1, 0.3)
+    claim(1, 0, 0.0, 1.0)
+    claim(2, 0, 0.0, 1.0)
+    for worker in (0, 1, 2):
+        claim(worker, leases._workers[worker].granted, 0.1, 2.0 + worker, wait=True)
+    assert granted == Counter(range(8))
+    assert leases.finished == ((0, 8),)
+
+
+@pytest.mark.parametrize("returned", [(8, 2), (-4, 2), (36, 44)])
+def test_ranges_that_are_none_are_not_taken_back(returned: tuple[int, int]) -> None:
+    leases = Leases(Epoch("0", 40, (40,)))
+    leases.update_members({0, 1}, 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.0, size=10), 0.0)
+    with pytest.raises(ProtocolError, match="returns units"):
+        leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 0.0, size=10, returned=(returned,)), 1.0)
+    assert list(leases._workers[0].held) == [(0, 10)]
 
 
 def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asgd.protocol import Epoch, LeaseRequest
 from lightning_asgd.server import lease_table
 from lightning_asgd.server.crowd import Crowd, Member
+from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.self_scheduling import Load, finish_s
 from tests.component.test_leases import (  # noqa: F401  # they are run again, as if workers were many
     Run,
@@ -20,6 +22,7 @@ from tests.component.test_leases import (  # noqa: F401  # they are run again, a
     test_no_epoch_of_a_far_worker_and_a_slow_one_ends_in_waiting,
     test_what_a_dead_worker_had_not_pushed_is_trained_by_others,
     test_what_a_worker_leaves_is_trained_by_others,
+    units,
 )
 from tests.component.test_stream_leases import test_every_sample_is_trained_once  # noqa: F401
 
@@ -77,3 +80,53 @@ def test_hundreds_of_workers_train_an_interval_in_the_time_that_their_speeds_all
     first, second = (max(w.met_at[i] for w in run.workers.values()) for i in (0, 1))
     assert run.counts() == Counter(range(80_000))
     assert second - first <= 1.03 * 40_000 / sum(1 / pace for pace in paces)
+
+
+@pytest.mark.parametrize("workers", [3, 19, 40])
+@pytest.mark.parametrize("step_s", [0.0005, 0.0015, 0.004, 1.0])
+@pytest.mark.parametrize("flush", [0.0, 0.005])
+def test_one_of_many_that_wait_trains_what_a_lost_worker_has_left(workers: int, step_s: float, flush: float) -> None:
+    """Each would leave it to others that are just as fast."""
+    size = 4
+    leases = lease_table.Leases(Epoch("0", workers * size, (workers * size,)))
+    leases.update_members(set(range(workers)), 100.0)
+
+    def claim(worker: int, trained: int, now: float, *, wait: bool) -> list[Completion]:
+        about = "s", worker, "0", 0, trained, trained, step_s / size if trained else 0.0
+        return leases.serve(LeaseRequest(*about, flush=flush, wait=wait, size=size), now)
+
+    for worker in range(workers):
+        ((_, grant),) = claim(worker, 0, 100.0, wait=False)
+        assert units(grant) == size
+    for worker in range(1, workers):
+        assert claim(worker, size, 101.0, wait=True) == []
+    answers = leases.update_members(set(range(1, workers)), 102.0)
+    assert sum(units(grant) for _, grant in answers) == size
+
+
+@pytest.mark.parametrize("few", [0, 16])
+def test_workers_with_steps_of_a_millisecond_end_an_interval(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_table, "_FEW", few)
+    for workers, pace in ((20, 0.0015), (32, 0.001), (32, 0.0005), (64, 0.0015)):
+        run = Run(80 * workers + 3, (80 * workers + 3,), [pace / 4] * workers, sizes=(4,))
+        run.segment()
+        assert run.counts() == Counter(range(80 * workers + 3))
+
+
+def test_what_changes_by_itself_is_kept_once_for_each_worker() -> None:
+    leases = lease_table.Leases(Epoch("0", 10**9, (10**9,)))
+    leases.update_members({0, 1}, 0.0)
+    for k in range(2000):
+        leases.serve(LeaseRequest("s", 0, "0", 0, 0, 0, 1e5, size=4), 1.0 + k)
+    assert len(leases._totals._changes) < 100
+
+
+def test_a_worker_may_be_faster_than_a_clock_can_tell() -> None:
+    leases = lease_table.Leases(Epoch("0", 100, (100,)))
+    leases.update_members({0, 1}, 0.0)
+    for worker in (0, 1):
+        leases.serve(LeaseRequest("s", worker, "0", 0, 0, 0, 0.0, size=4), 0.0)
+    leases.serve(LeaseRequest("s", 0, "0", 0, 4, 4, 1e-310, wait=True, size=4), 1.0)
+    leases.retry(2.0)
+    ((_, grant),) = leases.serve(LeaseRequest("s", 1, "0", 0, 4, 4, 0.1, size=4), 3.0)
+    assert grant.progress >= 8

@@ -204,7 +204,7 @@ class LinearLeases:
         others = self._others(number)
         surplus = left - sum(w.size or worker.size for w in unserved)
         steps = self._steps(worker, others, left, now) if surplus > 0 else 0
-        units = (min(steps, surplus // worker.size) if unserved else steps) * worker.size
+        units = (min(steps, max(0, surplus) // worker.size) if unserved else steps) * worker.size
         if worker.served >= segment:
             return units
         least = min(worker.size, max(1, left // (1 + len(unserved))))
