@@ -83,7 +83,7 @@ class LeaseHoldings:
     trained: int  # number of these units that it has trained
     served: int  # the last sync interval in which it was granted units
     ended: tuple[int, ...] = ()  # see `LeaseRequest`; all of the epoch that it has found
-    applied: int = 0  # number of these units whose updates it knows all servers to have
+    applied: int = 0  # number of these units whose updates, as far as it knows, every server has
 
     @property
     def can_be(self) -> bool:
