@@ -87,12 +87,12 @@ TOOLS = {
 # 70 of the core are exchanges that are kept in host memory; 74 of the tools are the memory of islands in `plan`.
 # 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.
 # 195 of the core are what plain loops refuse or warn of, and what grows in them: passes side by side, two in one job.
-# 175 of the core are islands that decide few things together: what all processes know ahead, and when they look.
+# 185 of the core are islands that decide few things together: what all know ahead, when they look, a change of chief.
 # 10 of the core are updates that all servers have when an elastic run's epoch ends, and a last.ckpt that is replaced.
 # 124 of the core are servers that islands restore: a process's part of the weights, of what is sent again, and errors.
 # 365 of the core are collectives that the coordinator reduces, ranks in few bytes, and replies that are encoded once.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
-LINES = {"core": 32_040, "engines": 1_097, "tools": 8_330}
+LINES = {"core": 32_050, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
+from lightning_asgd.streams.find import is_streamed
 from lightning_asgd.worker.leased_sampler import LeasedBatches
 
 __all__ = [
@@ -115,8 +116,12 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
 
 def why_not_shared(trainer: Any) -> str | None:
     """Why the workers of a fit cannot share data of any kind; None if they can."""
-    if hasattr(trainer.strategy, "place_in_batch") and not batch_size_of(trainer):
-        return "the processes of an island share batches of samples, and these data are not one dataloader of batches"
+    if hasattr(trainer.strategy, "place_in_batch"):
+        shares = "the processes of an island share batches of samples"
+        if any(is_streamed(loader) for loader in training_loaders(trainer)):
+            return f"{shares}, and these data are an IterableDataset or have shards"
+        if not batch_size_of(trainer):
+            return f"{shares}, and these data are not one dataloader of batches"
     if type(private_names.fetcher(trainer)).__name__ != private_names.prefetching.attribute:
         return "training_step takes the dataloader's iterator"
     if private_names.validation_interval_s(trainer) is not None:

@@ -96,7 +96,7 @@ class FitSession(Participation):
             resume.versions, resume.servers = None, ()
             resume.data = (membership.entry.progress or {}).get("data", {})
         self.synchronizer = self._set_up(resume.take_versions())
-        if (servers := resume.take_servers()) and trainer.is_global_zero:
+        if (servers := resume.take_servers()) and self._writes_files:
             self.synchronizer.restore(servers)
         self._undo = [
             JointDecisions(trainer, self).close,
@@ -169,7 +169,7 @@ class FitSession(Participation):
         callbacks_s = max(0.0, time.perf_counter() - self._fetched)
         self._membership.check_session()
         if self._run is not None:
-            self._run.attachment.update()
+            self._run.follow_chief()
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
             if self._run is not None and self.in_search:
                 self._run.refuse_a_search()
@@ -254,7 +254,7 @@ class FitSession(Participation):
         """Wait for all living workers, give all the same bits of the servers' weights; what their reports come to."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
-            self._run.attachment.update()
+            self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
             membership.begin_interval(synchronizer, self.data.place, self._progress)
         run(synchronizer.flush())

@@ -418,7 +418,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             if self.fit_session is not None and "optimizer_states" in checkpoint:
                 self.fit_session.complete(checkpoint)
             if self._membership is not None and is_last(self.lightning_module.trainer, filepath):
-                self._membership.publish_chief_state()  # if this worker dies now, the next chief replaces it
+                self._membership.publish_chief_state()  # if this worker dies now, the next chief replaces the file
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._membership is not None:
                 self._membership.publish_chief_state()

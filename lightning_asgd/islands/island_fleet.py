@@ -60,6 +60,7 @@ class IslandFleet(ElasticFleet):
         self._group, self._place, self._islands = group, (0, 1), islands
         super().__init__(job, config, policy, board, shell)
         group.on("files", self._shell.adopt_checkpoint_states)
+        group.report("chief has changed", lambda: self.attachment.outdated)
         group.report("error", lambda: None if self._heartbeat is None else self._heartbeat.error)
 
     def _find(self) -> None:
@@ -226,12 +227,16 @@ class IslandFleet(ElasticFleet):
         if files is not None:
             self._shell.adopt_checkpoint_states(files)
 
+    def follow_chief(self) -> None:
+        """Apply a change of chief that the first process has reported: all processes do before the same batch."""
+        if self._group.known.get("chief has changed"):
+            self._share(super().follow_chief)
+
     def _continue_as_chief(self) -> None:
-        """Write checkpoints as the chief before has. The other processes learn of its files in their next call."""
+        """Write checkpoints as the chief before has, on every process: they decide together what to write."""
         files = self.attachment.files
         if files is not None:
-            self._shell.adopt_checkpoint_states(files)
-            self._group.order_later("files", files)
+            self._group.order("files", files)
 
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
         """Whether training ends."""
@@ -246,6 +251,3 @@ class _NoAttachment:
     bootstraps = False
     between_epochs = False
     files = None
-
-    def update(self) -> None:
-        """Nothing has changed."""

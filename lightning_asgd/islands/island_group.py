@@ -68,7 +68,7 @@ class IslandGroup:
     def report(self, name: str, fact: Callable[[], Any], learn: Callable[[Any], None] = lambda _: None) -> None:
         """Have the first process report something with every call of :meth:`share`: see :attr:`known`.
 
-        The others ``learn`` it at once.
+        Each other process passes it to ``learn`` as soon as it arrives.
         """
         self._facts[name] = fact, learn
 
@@ -83,7 +83,7 @@ class IslandGroup:
             value = call()
             self.known = {name: fact() for name, (fact, _) in self._facts.items()}
         except BaseException as error:
-            self._tell(_Outcome(error=_picklable(error)))
+            self._tell(_Outcome(error=_picklable(error, self.rank)))
             raise
         finally:
             self._shares = False
@@ -117,9 +117,10 @@ class IslandGroup:
 
     def agree(self, error: BaseException | None) -> BaseException | None:
         """The error of the first process that has one; None if none has. All call it together, within an order."""
-        flag = torch.tensor(int(error is not None))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return next(each for each in self.gather(error) if each is not None) if flag else None
+        if self.all(error is None):
+            return None
+        met = self.gather(None if error is None else _picklable(error, self.rank))
+        return next(each for each in met if each is not None)
 
     def gather(self, value: T) -> list[T]:
         """Every process's value, by rank. All call it together."""
@@ -188,10 +189,10 @@ class IslandGroup:
         return pickle.loads(data)
 
 
-def _picklable(error: BaseException) -> BaseException:
+def _picklable(error: BaseException, rank: int) -> BaseException:
     """The error as the other processes raise it."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__} on the island's first process: {error}")
+        return RuntimeError(f"{type(error).__name__} on process {rank} of the island: {error}")
     return error

@@ -178,9 +178,13 @@ class IslandSynchronizer(Synchronizer):
         return found
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """Restore it; called on the first process."""
-        if self._exchanger is not None:
-            self._exchanger.restore(state)
+        """Restore it. All processes call this together: a server may be lost meanwhile."""
+
+        def restore() -> None:
+            if self._exchanger is not None:
+                self._exchanger.restore(state)
+
+        self._group.share(restore)
 
     def close(self) -> None:
         """Release this process's buffers."""

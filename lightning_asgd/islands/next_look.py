@@ -11,7 +11,7 @@ from lightning_asgd.worker.exchange_period import Schedule
 __all__ = ["steps_to_look"]
 
 _MOST = 64  # steps
-_LATE = 8  # an answer is noticed after this part of the time that it took, at the latest, or a step later
+_LATE = 8  # an answer is noticed late by at most an eighth of its round trip, or by one step
 
 
 def steps_to_look(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.errors import ASGDError
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.layout import Role
@@ -162,18 +161,18 @@ class PartExchange:
         self._together(bring)
 
     def _together(self, act: Callable[[], None]) -> bool:
-        """Do something that fails where a server is lost. The first process raises what any process has met with.
+        """Do something that may fail, such as where a server is lost. Returns whether all processes have done it.
 
-        Returns whether all have done it. The others obey what the first one orders then.
+        If any process fails, the first one raises that error. The others continue with the next order.
         """
-        mine: ASGDError | None = None
+        mine: Exception | None = None
         try:
             act()
-        except ASGDError as error:
+        except Exception as error:  # of any kind: the other processes wait in `agree`
             mine = error
         met = self._group.agree(mine)
         if met is not None and self._group.leads:
-            raise met
+            raise mine or met
         return met is None
 
     def pack(self) -> None:

@@ -8,6 +8,7 @@ whenever it has done something for all (:meth:`IslandGroup.share`), the others l
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -16,8 +17,8 @@ from lightning_asgd.worker.lease_plan import Plan
 
 __all__ = ["SharedLeases"]
 
-_AHEAD_S = 0.5  # of training that is known ahead: as long as it may take until the others learn of an error
-_BATCHES, _SAMPLES = 16, 4096  # that are, at most: their numbers are sent with every decision
+_AHEAD_S = 0.5  # seconds of training that all know in advance; an error reaches the others at most that much later
+_BATCHES, _SAMPLES = 16, 4096  # at most this many batches and samples, since their numbers go with every shared call
 
 # What batches change, and grants; what a process needs to see the epoch as the first one does.
 _KNOWN = (
@@ -80,4 +81,5 @@ class SharedLeases(DataLeases):
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self.leads:
-            super()._ask_early(rtt_s)
+            with suppress(Exception):  # asked again in a shared call: the other processes learn of an error only there
+                super()._ask_early(rtt_s)

@@ -133,6 +133,10 @@ class ElasticFleet(Fleet):
         super().leave()
         self._shell.speak_as(0)
 
+    def follow_chief(self) -> None:
+        """Apply a change of chief, between two batches and at sync points."""
+        self.attachment.update()
+
     def _change_chief(self, chief: bool) -> None:
         worker = self.client.connection.worker
         log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")

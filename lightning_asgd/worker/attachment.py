@@ -58,12 +58,16 @@ class Attachment:
         """Note which worker is chief. Any thread may call this."""
         self._heard = chief
 
+    @property
+    def outdated(self) -> bool:
+        """Whether :meth:`update` would change anything."""
+        return self.chief is not (self._heard == self.client.connection.worker)
+
     def update(self) -> None:
         """Apply a change of chief, between two batches and at sync points."""
-        mine = self._heard == self.client.connection.worker
-        if mine is not self.chief:
-            self.chief = mine
-            self._on_chief(mine)
+        if self.outdated:
+            self.chief = not self.chief
+            self._on_chief(self.chief)
 
     @property
     def loop(self) -> str | None:

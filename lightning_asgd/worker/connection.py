@@ -99,7 +99,7 @@ class Connection:
     def result(self, server: int, future: Future[Any], seconds: float | None = None, *, attends: bool = True) -> Any:
         """Wait for a server's answer. Raises what the server reports, or a :class:`ServerLostError`.
 
-        Lost servers are restored meanwhile, unless it ``attends`` to nothing else.
+        While it waits it restores lost servers, unless ``attends`` is false.
         """
         seconds, wait = self.timeout_s if seconds is None else seconds, self.wait if attends else done_within
         if not future.done() and not wait(future, seconds + GRACE_S):

@@ -84,7 +84,7 @@ class Schedule:
     def due(self, steps: int, more: int = 0) -> tuple[bool, bool]:
         """Whether a push, and whether a fetch is due, given the number of optimizer steps taken.
 
-        ``more``: how many of these are only going to be taken.
+        ``more``: how many of these have not been taken yet.
         """
         nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)
         period = self._config.algorithm.period

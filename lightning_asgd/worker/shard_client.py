@@ -152,7 +152,7 @@ class ShardClient:
         return replies
 
     def repeat(self, server: int, message: Exchange) -> Future[Any]:
-        """Send a server again what it does not have."""
+        """Send a server a message again that it lacks."""
         return self.connection.post(server, message)
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:

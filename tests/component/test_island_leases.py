@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightning_asgd.errors import ServerLostError
 from lightning_asgd.islands.island_leases import IslandLeases
 from lightning_asgd.islands.shared_leases import SharedLeases
 from lightning_asgd.protocol import Epoch, LeaseRequest
@@ -25,8 +26,8 @@ FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "
 class Process:
     """One process's group. What the first one shares is recorded, and the other one reads it later."""
 
-    def __init__(self, leads: bool, shared: list[bytes]) -> None:
-        self.leads, self.shared = leads, shared
+    def __init__(self, leads: bool, island: Island) -> None:
+        self.leads, self.island, self.shared = leads, island, island.shared
         self.read = 0
         self.facts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
@@ -35,7 +36,9 @@ class Process:
 
     def share(self, call: Callable[[], Any]) -> Any:
         if self.leads:
+            self.island.shares = True
             value = call()
+            self.island.shares = False
             self.shared.append(pickle.dumps((value, {name: fact() for name, (fact, _) in self.facts.items()})))
             return value
         value, known = pickle.loads(self.shared[self.read])
@@ -53,7 +56,7 @@ class Program:
     """
 
     def __init__(self, island: Island, *, leads: bool) -> None:
-        self.island, self.group = island, Process(leads, island.shared)
+        self.island, self.group = island, Process(leads, island)
         client = SimpleNamespace(connection=island.far, members=[Members()])
         self.own = SharedLeases(lambda: client, clock=lambda: island.far.now)  # type: ignore[arg-type, return-value]
         self.leases = IslandLeases(self.group, self.own, (0 if leads else 1, 2))  # type: ignore[arg-type]
@@ -119,6 +122,7 @@ class Island:
         self.server.update_members([0], 0.0)
         self.far = Far(self.server, away_s)
         self.shared: list[bytes] = []
+        self.shares = False  # whether the first process is in a call that is shared
         self.events: dict[int, Callable[[Program], Any]] = {}
 
     def fence(self, program: Program) -> set[int]:
@@ -190,3 +194,24 @@ def test_units_that_another_worker_gives_back_are_trained_too() -> None:
     island.events = {12: leave}
     first, other = island.train()
     assert trained(first, other) == Counter(range(40))
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for good"])
+def test_a_request_that_cannot_be_sent_fails_only_where_all_processes_learn_of_it(lasts: bool) -> None:
+    island, failed = Island(240, (240,), away_s=0.2), list[bool]()
+    post = island.far.post
+
+    def fail(*message: Any) -> Any:
+        if island.shares and not (lasts and failed):
+            return post(*message)
+        failed.append(island.shares)
+        raise ServerLostError("Server 0 is gone")
+
+    island.far.post = fail  # type: ignore[method-assign]
+    if lasts:
+        with pytest.raises(ServerLostError):
+            island.train()
+        assert failed[-1]
+    else:
+        assert trained(*island.train()) == Counter(range(240))
+    assert not failed[0]

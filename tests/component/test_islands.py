@@ -33,6 +33,7 @@ from lightning_asgd.server.service import Service
 from lightning_asgd.stats import Verdict
 from lightning_asgd.worker.synchronizer import Training, run
 from lightning_asgd.worker.worker_setup import Start
+from tests.helpers.actor_islands import ActorGroup, Talk
 from tests.helpers.cluster import Cluster
 
 GROUPS: Groups = ((Role.PARAMETER, "float32", 10), (Role.LARGEST, "int64", 2))
@@ -294,6 +295,31 @@ def test_an_answer_is_merged_once_every_process_has_its_part_and_looks_are_few()
     # It began after step 4. The answer was there at once, and on all processes after step 7: the next one is due at 8.
     assert looks == [4, 5, 6, 7, 8]
     assert island.stats.steps == 8
+
+
+def test_the_state_on_the_servers_is_restored_in_a_call_of_all_processes() -> None:
+    group = OneProcess()
+    _, island = enter(Cluster(workers=2), group, nsync=1)
+    state, before = island.state(), group.shares
+    island.restore(state)
+    assert group.shares == before + 1
+
+
+def test_the_others_learn_of_any_error_of_a_process_and_do_not_wait_for_it() -> None:
+    class Unpicklable(Exception):
+        """It is local."""
+
+    def fail() -> None:
+        raise Unpicklable("no memory")
+
+    group = OneProcess()
+    _, island = enter(Cluster(workers=2), group, nsync=1)
+    alone = ActorGroup(Talk(1, lambda _: None), 0)
+    group.agree = alone.agree  # type: ignore[method-assign]
+    with pytest.raises(Unpicklable, match="no memory"):
+        island._parts[0]._together(fail)
+    assert len(alone._talk.met) == 2  # whether any has failed, and how
+    assert str(alone.agree(Unpicklable("no memory"))) == "Unpicklable on process 0 of the island: no memory"
 
 
 def test_an_island_that_has_described_no_parts_is_refused() -> None:

@@ -39,9 +39,6 @@ class ActorGroup(IslandGroup):
         self._heard = 0
         self._meetings: Counter[Any] = Counter()
 
-    def agree(self, error: BaseException | None) -> BaseException | None:
-        return next((each for each in self.gather(error) if each is not None), None)
-
     def all(self, decision: bool) -> bool:
         return all(self.gather(decision))
 

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.adapter import data_mode
+from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
@@ -303,6 +307,29 @@ def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_
 def test_what_an_island_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         ASGDStrategy(island="ddp", compression="bf16", **options)
+
+
+class Sharded(IterableDataset[torch.Tensor]):
+    """It has a length, and so batches that Lightning can count."""
+
+    num_shards = 2
+
+    def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(8 - start, 1))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.zeros(len(self), 1))
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_data_with_shards_are_refused_although_they_have_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Sharded(), batch_size=4)
+    monkeypatch.setattr(data_mode, "training_loaders", lambda _: [loader])
+    monkeypatch.setattr(data_mode, "expected_batches", lambda _: len(loader))
+    island = SimpleNamespace(strategy=SimpleNamespace(place_in_batch=(0, 2)))
+    assert "have shards" in (why_not_shared(island) or "")
 
 
 def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""An island becomes chief on all of its processes before the same batch, wherever its first process has heard of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.island_fleet import IslandFleet
+from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.protocol import Policy
+from lightning_asgd.worker.attachment import Attachment
+from tests.helpers.actor_islands import ActorGroup, Talk
+
+FILES = "the chief's files"
+
+
+def nothing_was_said(condition: Any) -> None:
+    raise AssertionError("a process waits for what the first one has not said")
+
+
+class Process(IslandFleet):
+    """One process's membership in a run with worker 3; the coordinator's answers need a recovery of a server."""
+
+    def __init__(self, talk: Talk, rank: int) -> None:
+        self.group, self.files = ActorGroup(talk, rank), list[Any]()
+        self.restored: list[int] = []
+        self.group.on("restore", self.restored.append)
+        shell: Any = SimpleNamespace(speak_as=lambda _: None, adopt_checkpoint_states=self.files.append)
+        job: Any = None
+        super().__init__(self.group, job, ExchangeConfig.create(nsync=1), Policy(60.0), MetricsBoard(), shell)
+        self._begun = True
+
+    def _find(self) -> None:
+        if self.group.leads:
+            self.client: Any = SimpleNamespace(connection=SimpleNamespace(worker=3), note=self.note)
+            self.attachment = Attachment(self.client, self._change_chief)
+
+    def note(self, name: str) -> str:
+        self.group.order("restore", 1)
+        return FILES
+
+    def train(self, batches: int, shares: set[int]) -> list[list[Any]]:
+        """The files that this process knew of before each batch; it hears that it is chief before batch 3."""
+        known = []
+        for number in range(batches):
+            if number == 3 and self.group.leads:
+                self.attachment.note_chief(3)
+            self.follow_chief()
+            known.append(list(self.files))
+            if number in shares:
+                self.group.share(lambda: None)
+        return known
+
+
+@pytest.mark.parametrize("shares", [{0, 5, 7}, {2, 3, 4}, {0}])
+def test_all_processes_adopt_the_files_of_the_chief_before_the_same_batch(shares: set[int]) -> None:
+    talk = Talk(2, nothing_was_said)
+    first, other = (Process(talk, rank) for rank in (0, 1))
+    expected = next((number + 1 for number in sorted(shares) if number >= 3), 10)
+    for each in (first, other):  # the second one reads what the first one has said
+        assert each.train(10, shares) == [[]] * expected + [[FILES]] * (10 - expected)
+        assert each.restored == [1] * (expected < 10)
+    assert first.attachment.chief == (expected < 10)
+    assert len(talk.said) == len(shares) + 3 * (expected < 10)  # the call, its order, and the server's recovery
