@@ -92,7 +92,7 @@ TOOLS = {
 # 124 of the core are servers that islands restore: a process's part of the weights, of what is sent again, and errors.
 # 365 of the core are collectives that the coordinator reduces, ranks in few bytes, and replies that are encoded once.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
-LINES = {"core": 32_050, "engines": 1_097, "tools": 8_330}
+LINES = {"core": 32_080, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
