@@ -56,7 +56,8 @@ TORCH: dict[str, set[str]] = {
     "_ex_iterable": {"streams.hugging_face"},
     "_starting_state_dict": {"streams.hugging_face"},
     "dataset._state_dict": {"streams.random_access"},
-    # how torchmetrics reduces a state: the coordinator does the same, unless a metric synchronises otherwise
+    # how torchmetrics reduces a state: the coordinator does the same, and torchmetrics only gathers the others
+    "_defaults": {"adapter.metric_sync"},
     "_reductions": {"adapter.metric_sync"},
     "_sync_dist": {"adapter.metric_sync"},
     # the end of a backward pass, as DDP and FSDP learn of it

@@ -91,8 +91,9 @@ TOOLS = {
 # 10 of the core are updates that all servers have when an elastic run's epoch ends, and a last.ckpt that is replaced.
 # 124 of the core are servers that islands restore: a process's part of the weights, of what is sent again, and errors.
 # 365 of the core are collectives that the coordinator reduces, ranks in few bytes, and replies that are encoded once.
+# 62 of the core are metrics' states, reduced as torchmetrics does for all dtypes, and tensors that cannot be sent.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
-LINES = {"core": 32_080, "engines": 1_097, "tools": 8_330}
+LINES = {"core": 32_140, "engines": 1_097, "tools": 8_330}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -251,7 +251,10 @@ class FitSession(Participation):
             self.sync_point("epoch end")
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
-        """Wait for all living workers, give all the same bits of the servers' weights; what their reports come to."""
+        """Wait for all living workers, and give all of them the same bits of the servers' weights.
+
+        Returns the joint report.
+        """
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.follow_chief()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -51,33 +49,51 @@ def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
 def synchronise_metrics(available: Callable[[], bool], collectives: Callable[[], Collectives], *owners: Any) -> None:
     """Have every metric of modules and callbacks measure over all workers while ``available()`` is true."""
     for metric in metrics_of(*owners):
-        sync = functools.partial(_of_all, weakref.ref(metric), collectives)
-        for name, function in (("distributed_available_fn", available), ("dist_sync_fn", sync)):
+        _let_the_coordinator_reduce()
+        for name, kind, asked in (
+            ("distributed_available_fn", _InPlaceOf, available),
+            ("dist_sync_fn", _OfAllWorkers, collectives),
+        ):
             before = getattr(metric, name)
             before = before.before if isinstance(before, _InPlaceOf) else before
-            setattr(metric, name, _InPlaceOf(before, function))
+            setattr(metric, name, kind(before, asked))
 
 
-def _of_all(metric: Any, collectives: Callable[[], Collectives], state: Tensor, group: Any = None) -> list[Tensor]:
-    """All workers' tensors of a metric's state, which torchmetrics reduces; the coordinator's reduction where it can.
-
-    The reduction of one tensor is that tensor.
-    """
-    op = _reduction(metric(), state)
-    return collectives().all_gather(state, "metric") if op is None else [collectives().reduce(state, op, "metric")]
-
-
-def _reduction(metric: Any, state: Tensor) -> str | None:
-    """How the coordinator reduces a tensor of a metric's state as torchmetrics would; None if it cannot."""
+@functools.cache
+def _let_the_coordinator_reduce() -> None:
+    """Have metrics that sync with :class:`_OfAllWorkers` gather only the states that the coordinator cannot reduce."""
     library = torchmetrics()
-    if metric is None or type(metric)._sync_dist is not library.Metric._sync_dist:
-        return None
-    data = library.utilities.data
+    declared, gather = library.Metric, library.utilities.distributed.gather_all_tensors
+    sync = declared._sync_dist
+
+    @functools.wraps(sync)
+    def sync_dist(self: Any, dist_sync_fn: Any = gather, process_group: Any = None) -> None:
+        ways = _reductions(self) if isinstance(dist_sync_fn, _OfAllWorkers) else {}
+        reduced = {name: dist_sync_fn.reduced(getattr(self, name), how) for name, how in ways.items()}
+        functions = self._reductions
+        self._reductions = {name: function for name, function in functions.items() if name not in ways}
+        try:
+            sync(self, dist_sync_fn, process_group)
+        finally:
+            self._reductions = functions
+        for name, state in reduced.items():  # now, since a sync that fails changes no state
+            setattr(self, name, state)
+
+    declared._sync_dist = sync_dist
+
+
+def _reductions(metric: Any) -> dict[str, str]:
+    """How the coordinator reduces a metric's states, by name. All workers decide this by what they declare alike.
+
+    The dtype of a state is not such a thing: where a worker has no data, it may be another one.
+    """
+    data = torchmetrics().utilities.data
     known = {data.dim_zero_sum: "sum", data.dim_zero_mean: "mean", data.dim_zero_max: "max", data.dim_zero_min: "min"}
-    functions = [function for name, function in metric._reductions.items() if getattr(metric, name) is state]
-    op = known.get(functions[0]) if functions else None
-    exact = state.is_floating_point() or state.is_complex() or (state.dtype is torch.int64 and op != "mean")
-    return op if exact else None  # torch adds up other integers as int64
+    return {
+        name: f"metric {known[function]}"
+        for name, function in metric._reductions.items()
+        if function in known and isinstance(metric._defaults[name], Tensor)
+    }
 
 
 class _InPlaceOf:
@@ -94,3 +110,15 @@ class _InPlaceOf:
 
     def __reduce__(self) -> Any:
         return operator.itemgetter(0), ((self.before,),)
+
+
+class _OfAllWorkers(_InPlaceOf):
+    """All workers' tensors of a state."""
+
+    def __call__(self, state: Tensor, group: Any = None) -> Any:
+        return self._function().all_gather(state, "metric")
+
+    def reduced(self, state: Tensor, how: str) -> Tensor:
+        """They reduced by the coordinator, as torchmetrics would reduce them."""
+        result: Tensor = self._function().reduce(state, how, "metric")
+        return result

@@ -192,7 +192,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
         return list(answer.value)
 
     def _reduced(self, call: str, op: str, mine: Sequence[Tensor], *, by_all: bool = False) -> list[Tensor]:
-        """The ranks' tensors, combined one by one; where ``by_all``, raises if a rank is missing."""
+        """The ranks' tensors, combined one by one. Raises if a rank is missing and ``by_all`` is set."""
         if self.size() == 1:
             return list(reduce(op, {0: list(mine)}).value)
         collectives, sent = served_through(call, self._place()), [t.detach().cpu() for t in mine]

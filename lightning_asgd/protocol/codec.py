@@ -68,9 +68,9 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         raise ProtocolError(f"A value is nested more than {_DEEPEST // 2} deep. Expected a flatter value.")
     if value is None or isinstance(value, bool | float) or type(value) in (int, str):
         return value
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        flat = value.detach().cpu().contiguous()
-        buffers.append(flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else b"")
+    if isinstance(value, Tensor):
+        flat, data = _flat(value)
+        buffers.append(data)
         return ["T", len(buffers) - 1, str(flat.dtype).removeprefix("torch."), list(flat.shape)]
     if isinstance(value, bytes):
         buffers.append(value)
@@ -93,6 +93,21 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected plain values, "
         "tensors, or a module's algorithm, transform or compression. ASGDStrategy(transport='rpc') sends any object."
     )
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, Buffer]:
+    """A contiguous tensor on the CPU, and its bytes. Raises a ``ProtocolError`` if it has none."""
+    try:
+        if tensor.layout is not torch.strided:
+            raise TypeError("it is not one array of numbers")
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return flat, flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else b""
+    except Exception as error:  # what torch raises depends on the kind of tensor
+        cause = str(error).partition("\n")[0].rstrip(".")
+        raise ProtocolError(
+            f"A tensor of {tensor.dtype} and {tensor.layout} on {tensor.device} cannot be sent without pickle: {cause}."
+            " Expected numbers in memory, and the layout torch.strided. ASGDStrategy(transport='rpc') sends any."
+        ) from error
 
 
 def _name_of(kind: type) -> str | None:

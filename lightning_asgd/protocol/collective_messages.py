@@ -64,7 +64,7 @@ class SyncReport:
 class Ranks(Collection[int]):
     """A set of ranks, which takes few bytes where they follow each other."""
 
-    spans: tuple[tuple[int, int], ...]  # the first and the last rank of each row without a gap, in order
+    spans: tuple[tuple[int, int], ...]  # the first and the last rank of each run of consecutive ranks, in order
 
     @classmethod
     def of(cls, ranks: Iterable[int]) -> Ranks:

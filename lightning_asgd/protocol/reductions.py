@@ -1,8 +1,8 @@
 """What the coordinator makes of the workers' parts in a collective that reduces them: one value, which all get.
 
 The parts are reduced once, when all are there and in the order of ranks. So the result has the same bits whatever the
-order of their arrival, and a worker that leaves before does not count. A result of floating-point numbers could not be
-had piece by piece: their sum depends on the order, and no part of one can be taken out again.
+order of their arrival, and a worker that leaves before that does not count. A result of floating-point numbers could
+not be had piece by piece: their sum depends on the order, and no part of one can be taken out again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ __all__ = ["TENSOR_REDUCTIONS", "combine", "metrics_in", "reduce"]
 def reduce(how: str, payloads: Mapping[int, Any]) -> Reduced:
     """The payloads of workers, which are given in the order of ranks, reduced.
 
-    ``how`` is one of :data:`TENSOR_REDUCTIONS` for lists of tensors of equal shapes, or ``"all"`` and ``"any"`` of
-    flags; ``"same"`` for whether all are equal; ``"given"`` for the first that is not None; ``"report"`` for
-    :class:`SyncReport`. Raises what payloads of other kinds cause.
+    ``how`` is one of :data:`TENSOR_REDUCTIONS` for lists of tensors of equal shapes, or ``"metric sum"``, ``"metric
+    mean"``, ``"metric max"`` and ``"metric min"`` for states of metrics; ``"all"`` and ``"any"`` of flags; ``"same"``
+    for whether all are equal; ``"given"`` for the first that is not None; ``"report"`` for :class:`SyncReport`. Raises
+    what payloads of other kinds cause.
     """
     return Reduced(_REDUCTIONS[how](payloads), Ranks.of(payloads))
 
@@ -60,6 +61,20 @@ _OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 TENSOR_REDUCTIONS = tuple(_OF_TENSORS)
 """Reductions of tensors, element by element."""
+
+
+# What torchmetrics does with the states of all workers: small integers are added up as int64, a mean is rounded once,
+# and there is none of integers.
+_OF_STATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: torch.sum(parts, 0),
+    "mean": lambda parts: torch.mean(parts, 0),
+    "max": lambda parts: torch.max(parts, 0).values,
+    "min": lambda parts: torch.min(parts, 0).values,
+}
+
+
+def _states(op: str, payloads: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
+    return [_OF_STATES[op](torch.stack(parts)) for parts in zip(*payloads.values(), strict=True)]
 
 
 def _tensors(op: str, payloads: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
@@ -102,6 +117,7 @@ def _all_together(places: Sequence[Place]) -> Place:
 
 _REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     **{op: functools.partial(_tensors, op) for op in TENSOR_REDUCTIONS},
+    **{f"metric {op}": functools.partial(_states, op) for op in _OF_STATES},
     "all": lambda payloads: all(map(bool, payloads.values())),
     "any": lambda payloads: any(map(bool, payloads.values())),
     "same": _same,

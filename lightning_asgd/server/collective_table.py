@@ -265,11 +265,14 @@ class CollectiveTable:
                 self._caught_up_on_all(worker)
 
     def _disagree(self, message: Contribution, first: Contribution, others: set[int]) -> ASGDError:
+        mine, theirs = f"{message.kind} {message.name!r}", f"{first.kind} {first.name!r}"
+        if mine == theirs and message.reduction != first.reduction:
+            mine, theirs = f"{mine} by {message.reduction!r}", f"{theirs} by {first.reduction!r}"
         return CollectiveMismatchError(
             f"Workers disagree about collective {message.seq} of session {self.members.session!r}: worker "
-            f"{message.worker} called {message.kind} {message.name!r} where {_workers(others)} called {first.kind} "
-            f"{first.name!r}. Expected every worker to make the same calls in the same order: look for a hook or "
-            "callback that makes a collective call on some ranks only."
+            f"{message.worker} called {mine} where {_workers(others)} called {theirs}. Expected every "
+            "worker to make the same calls in the same order: look for a hook or callback that makes a collective call "
+            "on some ranks only."
         )
 
     def _not_reducible(self, first: Contribution, cause: Exception) -> ASGDError:

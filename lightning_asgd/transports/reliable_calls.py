@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 REPLACED = "another server has taken its place"
 _FORGET_S = 600.0  # heartbeats come every few seconds
 _MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
-_KEPT = 64 << 20  # bytes of an encoded reply: encoding a larger one takes little of the time that sending it takes
+# Bytes of the largest encoded reply that is kept; to encode a larger one again takes little beside sending it.
+_KEPT = 64 << 20
 _LATE = 4096  # finished calls that are remembered per caller: a copy of one may still arrive
 
 
@@ -332,7 +333,7 @@ class ReplyCache:
 
 
 class EncodedOnce:
-    """Encodes replies, and that to a collective once: all its workers get the same object, one after the other.
+    """Encodes replies; that to a collective only once, since all its workers get the same object, one after another.
 
     Any thread may use it. ``encode`` returns what is sent, and how many bytes of memory it refers to.
     """

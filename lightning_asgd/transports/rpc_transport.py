@@ -8,6 +8,7 @@ server's process has ended.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -216,10 +217,10 @@ def _encoded(reply: Any) -> tuple[Any, int]:
     try:
         header, buffers = codec.encode(reply)
     except ProtocolError:  # a kind of tensor that only pickle knows
-        return reply, 0
+        return reply, sys.maxsize  # of an unknown size
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
     if sum(sizes) > _LARGE * len(sizes):  # torch does better
-        return reply, 0
+        return reply, sum(sizes)
     return _EncodedReply(header, sizes, b"".join(buffers)), len(header) + sum(sizes)
 
 

@@ -10,6 +10,7 @@ grow with their number. Only a gather gives each worker the values of all.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -222,6 +223,8 @@ class Collectives:
                 self._answers[seq] = replace(earlier, payload=None), {}
         if message.target is None:
             message = replace(message, payload=None)  # the answer has it
+        if client.connection.restorer is not None:  # it may be sent later, and the caller may change what it gets now
+            answer = copy.deepcopy(answer)
         self._answers[message.seq] = message, answer
 
     def repeat(self, connection: Connection) -> None:

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
-from lightning_asgd.protocol import Contribution, Policy
+from lightning_asgd.protocol import Contribution, Policy, Reduced
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import run
@@ -288,3 +290,21 @@ def test_a_broadcast_of_a_worker_that_is_gone_still_fails() -> None:
     clients[0].leave("it was killed")
     with pytest.raises(WorkerLostError, match="worker 0, whose value is needed, is gone"):
         Collectives(clients[1], timeout_s=20.0).broadcast("mine", source=0)
+
+
+def test_what_a_caller_does_to_a_result_does_not_change_what_is_sent_to_a_restored_server() -> None:
+    def work(c: Collectives, rank: int) -> list[Tensor]:
+        assert c.client is not None
+        c.client.connection.restorer = Mock()
+        kept = []
+        for call in (
+            lambda: c.reduce(torch.ones(1), "sum"),
+            lambda: c.broadcast(torch.full((1,), 2.0)),
+            lambda: c.all_gather(torch.full((1,), 2.0))[0],
+        ):
+            call().mul_(100)
+            _, answer = c._answers[c.answered]
+            kept.append(answer.value[0] if isinstance(answer, Reduced) else answer[0])
+        return kept
+
+    assert together(2, work) == [[torch.tensor([2.0])] * 3] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
+from lightning_asgd.errors import CollectiveMismatchError
 from lightning_asgd.worker.collectives import Collectives
 from tests.component.test_collectives import together
+from tests.component.test_reductions import FLOATS, INTEGERS, bits, parts_of
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -49,7 +52,7 @@ class Everything(torchmetrics.Metric):  # type: ignore[misc,name-defined]
         return {name: getattr(self, name) for name in self._reductions}
 
 
-REDUCED = {"sums", "count", "average", "largest", "least"}
+REDUCED = {"sums", "count", "small", "average", "largest", "least"}
 
 
 def measured(workers: int, *, reduces: bool, copied: bool = False) -> list[tuple[dict[str, Any], list[str]]]:
@@ -93,7 +96,84 @@ def test_states_have_the_bits_that_torchmetrics_makes_of_all_workers_tensors(wor
     assert int(ours[0][0]["small"]) == 100 * workers  # torch adds up small integers as int64
 
 
-def test_a_copy_of_a_metric_gathers_its_states() -> None:
+def test_a_copy_of_a_metric_measures_over_all_workers_too() -> None:
     for states, kinds in measured(2, reduces=True, copied=True):
-        assert "reduce" not in kinds
+        assert kinds.count("reduce") == len(REDUCED)
         assert int(states["count"]) == 1
+
+
+def of_all(metrics: list[Any]) -> list[Any]:
+    """What each worker's metric computes over all of them."""
+
+    def work(collectives: Collectives, rank: int) -> Any:
+        synchronise_metrics(lambda: True, lambda: collectives, torch.nn.ModuleList([metrics[rank]]))
+        return metrics[rank].compute()
+
+    return together(len(metrics), work)
+
+
+class Declared(torchmetrics.Metric):  # type: ignore[misc,name-defined]
+    """A metric with states of other tensors than it declares; its result are all states."""
+
+    full_state_update = False
+
+    def __init__(self, **states: tuple[Tensor, str]) -> None:
+        super().__init__()
+        for name, (default, reduction) in states.items():
+            self.add_state(name, default, reduction)
+
+    def update(self, **states: Tensor) -> None:
+        for name, value in states.items():
+            setattr(self, name, value)
+
+    def compute(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self._reductions}
+
+
+def test_two_states_that_are_one_tensor_are_each_reduced_in_its_way() -> None:
+    metrics = [Declared(least=(torch.tensor(0.0), "min"), most=(torch.tensor(0.0), "max")) for _ in range(3)]
+    for rank, metric in enumerate(metrics):
+        one = torch.tensor(float(rank))
+        metric.update(least=one, most=one if rank else one.clone())
+    assert of_all(metrics) == [{"least": torch.tensor(0.0), "most": torch.tensor(2.0)}] * 3
+
+
+SUMS = [*INTEGERS, torch.bool, *FLOATS]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("mine", SUMS, ids=str)
+def test_workers_may_have_other_dtypes_and_torchmetrics_decides_the_result(reduction: str, mine: torch.dtype) -> None:
+    for theirs in SUMS:
+        tensors = [part.to(kind) for part, kind in zip(parts_of(2, torch.int8, (5,)), (mine, theirs), strict=True)]
+        metrics = [Declared(state=(torch.zeros(5, dtype=mine), reduction)) for _ in tensors]
+        for metric, tensor in zip(metrics, tensors, strict=True):
+            metric.update(state=tensor)
+        try:
+            expected = metrics[0]._reductions["state"](torch.stack(tensors))
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error).splitlines()[0])):
+                of_all(metrics)
+            continue
+        assert [bits(states["state"]) for states in of_all(metrics)] == [bits(expected)] * 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_means_are_rounded_once_and_do_not_overflow(dtype: torch.dtype) -> None:
+    for tensors in (parts_of(7, dtype, (257,)), [torch.full((2,), 30000.0, dtype=dtype)] * 4):
+        metrics = [Declared(state=(torch.zeros(1), "mean")) for _ in tensors]
+        for metric, tensor in zip(metrics, tensors, strict=True):
+            metric.update(state=tensor)
+        expected = bits(torch.stack(tensors).mean(0))
+        assert [bits(states["state"]) for states in of_all(metrics)] == [expected] * len(tensors)
+
+
+def test_a_sync_that_fails_leaves_a_metric_as_it_was() -> None:
+    metrics = [Declared(state=(torch.zeros(1 + rank), "sum")) for rank in range(2)]
+    declared = dict(metrics[0]._reductions)
+    with pytest.raises(
+        CollectiveMismatchError, match=r"'metric' .* could not be reduced by 'metric sum': stack expects"
+    ):
+        of_all(metrics)
+    assert metrics[0]._reductions == declared
+    assert torch.equal(metrics[0].state, torch.zeros(1))

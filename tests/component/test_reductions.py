@@ -298,11 +298,14 @@ def test_tensors_of_other_shapes_fail_on_all_workers_with_the_reason() -> None:
 
 
 def test_other_reductions_of_the_same_name_are_a_mismatch() -> None:
-    def work(c: Collectives, rank: int) -> None:
-        with pytest.raises(CollectiveMismatchError):
+    def work(c: Collectives, rank: int) -> str:
+        with pytest.raises(CollectiveMismatchError) as error:
             c.reduce(torch.ones(1), ("sum", "max")[rank], "loss")
+        return str(error.value)
 
-    together(2, work)
+    for text in together(2, work):
+        assert "reduce 'loss' by 'sum'" in text
+        assert "reduce 'loss' by 'max'" in text
 
 
 @pytest.mark.parametrize("reduction", ["median", "sum", "report", "all", "same", "given"])

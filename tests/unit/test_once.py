@@ -14,6 +14,7 @@ from torch.futures import Future
 from lightning_asgd.protocol import Ranks, Reduced, Reply
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.reliable_calls import Acknowledgements, EncodedOnce, ReplyCache
+from lightning_asgd.transports.rpc_transport import _encoded
 
 
 class Clock:
@@ -132,6 +133,19 @@ def test_an_encoded_reply_that_takes_much_memory_is_not_kept() -> None:
 
     once, gathered = EncodedOnce(encode), {0: "a"}
     assert [once(gathered) for _ in range(2)] == [1, 2]
+
+
+def test_rpc_says_how_large_a_reply_is_that_torch_encodes() -> None:
+    def reply(tensor: torch.Tensor) -> Reduced:
+        return Reduced([tensor], Ranks(((0, 1),)))
+
+    large, unknown = reply(torch.zeros(1 << 16)), reply(torch.eye(2).to_sparse())
+    assert _encoded(large) == (large, 4 << 16)
+    sent, nbytes = _encoded(unknown)
+    assert sent is unknown
+    once = EncodedOnce(lambda each: (each, nbytes))
+    once(unknown)
+    assert once._latest == (None, None), "of an unknown size: not kept"
 
 
 def test_arrivals_are_told_once() -> None:

@@ -105,6 +105,25 @@ def test_an_exchange_with_its_weights() -> None:
     assert back.update[1][1].shape == (0,)
 
 
+def test_tensors_that_torch_has_yet_to_conjugate_or_negate() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    for lazy in (numbers.conj(), numbers.conj().imag, numbers.conj()[1:]):
+        assert torch.equal(there_and_back(lazy), lazy)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "named"),
+    [
+        (torch.eye(2).to_sparse(), r"torch\.float32 and torch\.sparse_coo"),
+        (torch.zeros(2, device="meta"), r"torch\.float32 and torch\.strided on meta"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_that_cannot_be_sent_is_an_error_that_names_its_kind(tensor: torch.Tensor, named: str) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        encode([tensor])
+
+
 class Mine:
     """Of no class that the package knows."""
 
