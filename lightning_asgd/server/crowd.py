@@ -10,6 +10,7 @@ a second has bits.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import frexp
 from typing import NamedTuple
 
@@ -52,10 +53,11 @@ class _Sums:
     def __bool__(self) -> bool:
         return bool(self._nodes)
 
-    def add(self, member: Member, sign: int) -> None:
+    def add(self, member: Member, count: int) -> None:
+        """Add as many members like this one; fewer than none are removed."""
         index = min(max(1, int(member.end_s * _CELLS) + _MIDDLE), _END - 1)
         rate = member.rate
-        count, size, rate, work = sign, sign * member.size, sign * rate, sign * round(rate * member.end_s)
+        size, rate, work = count * member.size, count * rate, count * round(rate * member.end_s)
         nodes = self._nodes
         while index < _END:
             node = nodes.get(index)
@@ -89,7 +91,8 @@ class Crowd:
     """Workers whose speeds are known, and others, ``unpaced``, that train as fast as they do on average."""
 
     def __init__(self) -> None:
-        self._sums = {drift: _Sums() for drift in (-1, 0, 1)}
+        self._members: Counter[Member] = Counter()  # until sums are first asked for: a few workers need none
+        self._sums: dict[int, _Sums] = {}
         self._rate = 0
         self._unit_s = 0
         self._count = 0
@@ -102,7 +105,12 @@ class Crowd:
 
     def add(self, member: Member, sign: int = 1) -> None:
         """Add a member, or with sign -1 remove one that was added."""
-        self._sums[member.drift].add(member, sign)
+        if self._sums:
+            self._sums[member.drift].add(member, sign)
+        else:
+            self._members[member] += sign
+            if not self._members[member]:
+                del self._members[member]
         self._rate += sign * member.rate
         self._unit_s += sign * fixed(member.unit_s)
         self._count += sign
@@ -141,6 +149,11 @@ class Crowd:
     def _trained(self, second: float, other: Load, *, takes_part: bool = False) -> tuple[float, float]:
         """Units that are probably trained by a second from now, and how many more per second."""
         trained = rate = 0.0
+        if not self._sums:
+            self._sums = {drift: _Sums() for drift in (-1, 0, 1)}
+            for member, count in self._members.items():
+                self._sums[member.drift].add(member, count)
+            self._members.clear()
         for drift, sums in self._sums.items():
             if sums:
                 at = second + drift * self.now
