@@ -106,7 +106,7 @@ class LoopSession(Participation, Trainee):
     def is_chief(self) -> bool:
         """Whether this worker is to log and to write checkpoints."""
         if self._run is not None:
-            self._run.attachment.update()
+            self._run.follow_chief()
         return self._membership.is_chief
 
     @property
@@ -181,7 +181,7 @@ class LoopSession(Participation, Trainee):
         """Between two steps: merge a reply that has arrived, and exchange if that is due."""
         self._membership.check_session()
         if self._run is not None:
-            self._run.attachment.update()
+            self._run.follow_chief()
         self._whole(self.synchronizer.advance())
 
     def _whole(self, exchange: Waits) -> None:
@@ -334,7 +334,7 @@ class LoopSession(Participation, Trainee):
     def _sync(self, name: str, *, all_have_pushed: bool) -> None:
         self._interruptions.raise_now()
         if self._run is not None:
-            self._run.attachment.update()
+            self._run.follow_chief()
         self._enter_late()
         self._changes.check(self._membership.rank, moved=self.synchronizer.moved)
         self._flushes = True

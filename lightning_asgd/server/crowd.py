@@ -1,11 +1,11 @@
 """When many workers finish their work, without a look at each. Pure: no network, no clock, no threads.
 
-For a few workers :func:`~lightning_asgd.server.self_scheduling.finish_s` counts every step. For many the steps of each
-after its first are counted as if they could be cut in pieces, and half a step of each is taken off for the one that it
-has begun. The result differs by at most half a step of the slowest worker that takes part. Then sums suffice: of the
+For a few workers :func:`~lightning_asgd.server.self_scheduling.finish_s` counts every step. For many the count
+is continuous: after its first step a worker trains at a steady rate, and half a step is subtracted for the one
+in progress. The result differs by at most half a step of the slowest worker that takes part. Then sums suffice: of the
 workers whose first step ends by some second, how many units their steps have, how many they train per second, and that
-times the second. A Fenwick tree keeps these sums by the second, so that a change or a look takes as many operations as
-a second has bits.
+times the second. A Fenwick tree keeps these sums by the second, so that a change or a look takes one operation per bit
+of a cell's number.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Crowd:
         return self._count + self.unpaced
 
     def add(self, member: Member, sign: int = 1) -> None:
-        """Add a member, or with sign -1 remove one that was added."""
+        """Add a member. With sign -1, remove a member that was added before."""
         if self._sums:
             self._sums[member.drift].add(member, sign)
         else:

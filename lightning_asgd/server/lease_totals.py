@@ -60,7 +60,7 @@ class WorkerLeases:
     def load(self, now: float, unit_s: float, size: int) -> Load:
         """What it holds and its final push, for scheduling; the arguments are for a worker of unknown speed or size.
 
-        One that is overdue may need as long again.
+        An overdue worker may need as long again.
         """
         unit_s, size = self.unit_s or unit_s, self.size or size
         due = self.at + (self.granted - self.trained) * unit_s

@@ -140,7 +140,7 @@ class StreamLeases(Leases):
         """Leave no worker with too few units for half a step, so far as there are others to train them with."""
         left = self._left(segment)
         if 2 * left < worker.size and not self._all_wait(worker):
-            return 0 if worker.waits else left  # one that waits has trained all it had
+            return 0 if worker.waits else left  # a waiting worker has trained everything that it had
         if units and 2 * (left - units) < worker.size:
             return left
         # A shard of unknown length is read to its end by the worker that has a step of it already.

@@ -196,7 +196,7 @@ def test_units_that_another_worker_gives_back_are_trained_too() -> None:
     assert trained(first, other) == Counter(range(40))
 
 
-@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "every time"])
 def test_a_request_that_cannot_be_sent_fails_only_where_all_processes_learn_of_it(lasts: bool) -> None:
     island, failed = Island(240, (240,), away_s=0.2), list[bool]()
     post = island.far.post

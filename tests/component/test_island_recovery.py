@@ -203,9 +203,9 @@ def play(plan: Plan, sizes: tuple[int, ...], seed: int, faults: dict[int, Event]
 def at_every_moment(
     plan: Plan, sizes: tuple[int, ...], kinds: Iterable[dict[int, Event]], *, seed: int = 0, step: int = 1
 ) -> int:
-    """Play an order with faults from every so many moments on, which are given by their distance from the first one.
+    """Play an order again and again, with the first fault at every ``step``-th moment. Returns how often it was played.
 
-    Returns how often.
+    Faults are given by their distance in moments from the first one.
     """
     moments, count = play(plan, sizes, seed, {}), 0
     for faults, moment in itertools.product(kinds, range(1, moments, step)):

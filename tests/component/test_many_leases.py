@@ -36,7 +36,7 @@ def many() -> Iterator[None]:
 
 
 LOADS = st.builds(Load, st.floats(0.0, 20.0), st.floats(0.001, 5.0), st.integers(1, 64))
-SOLE = Load(0.0, 1e9, 1)  # one that trains nothing
+SOLE = Load(0.0, 1e9, 1)  # a worker that trains nothing
 
 
 @settings(max_examples=300, deadline=None)
