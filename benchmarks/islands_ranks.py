@@ -18,6 +18,7 @@ from plain_loop import served
 from ranks import free_port, run_ranks
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.algorithms import Algorithm
 
 RUN, START_S = "islands", 120.0
 
@@ -60,10 +61,10 @@ class Place:
     address: str
     all: Any  # a barrier for the ranks of all islands
 
-    def strategy(self, nsync: int = 10, **inside: Any) -> Any:
+    def strategy(self, nsync: int = 10, algorithm: Algorithm | None = None, **inside: Any) -> Any:
         """A Trainer's; ``inside`` are options of the one inside."""
         shape = self.shape
-        run: dict[str, Any] = {"server": self.address, "run_id": RUN, "monitor": False}
+        run: dict[str, Any] = {"server": self.address, "run_id": RUN, "monitor": False, "algorithm": algorithm}
         if shape.joined and shape.ranks == 1:
             return ASGDStrategy(nsync, **run)
         own = inside_of(shape.inside, shape.ranks, **inside)

@@ -68,8 +68,8 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         data: ``"leases"``: workers request batches of an epoch as they need them, so that faster workers train more of
             them, and every sample is trained once per epoch. ``"split"``: every worker trains an equal part, as under
             DDP, and a slow worker delays the others at the end of every epoch. Always split are the data of algorithms
-            whose workers wait for each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`, and what cannot be
-            shared: a message says why.
+            whose workers wait for each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`, except in elastic
+            runs, and what cannot be shared: a message says why.
         units: what counts where batches differ in size: a push weighs as much as what was trained for it. ``"samples"``
             or ``"tokens"`` (labels that are not -100, an attention mask's, or a tensor of integers), or a function of a
             batch that returns its tokens. None: all batches of a worker count the same, by the loader's batch size.

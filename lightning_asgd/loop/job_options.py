@@ -89,10 +89,17 @@ class JobOptions:
     def _check_run(self, given: str) -> None:
         """Check what was given together with what makes this process a worker of an elastic run."""
         algorithm = self.config.algorithm
-        if algorithm.waits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
+        awaits = any(t.waits and not t.gathers for t in algorithm.transforms)
+        if awaits or algorithm.payload in (Payload.LAYERS, Payload.NONE):
             raise ConfigurationError(
-                f"{type(algorithm).__name__} was given with {given}. Expected an algorithm whose workers do not wait "
-                "for each other, such as ASGD: workers of an elastic run join and leave."
+                f"{type(algorithm).__name__} was given with {given}. Expected an algorithm without WarmStart and "
+                "StaleSynchronous, such as ASGD or DiLoCo: workers of an elastic run join and leave, and none waits "
+                "for a worker that has taken fewer steps."
+            )
+        if self.config.restarted:
+            raise ConfigurationError(
+                f"nsync='restarted' was given with {given}. Expected a number: the period depends on the number of "
+                "workers, and those of an elastic run join and leave."
             )
         if self.policy.abort or self.policy.min_workers > 1:
             raise ConfigurationError(

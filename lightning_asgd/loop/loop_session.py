@@ -194,10 +194,10 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if self._config.algorithm.waits or self._config.algorithm.payload is Payload.LAYERS:
+        if ((rule := self._config.algorithm).waits and self._run is None) or rule.payload is Payload.LAYERS:
             raise ConfigurationError(
-                f"batches() was called with {type(self._config.algorithm).__name__}, whose workers wait for each "
-                "other. Expected a dataloader of your own that gives every worker an equal part."
+                f"batches() was called with {type(rule).__name__}, whose workers wait for each other. Expected a "
+                "dataloader of your own that gives every worker an equal part, or an elastic run."
             )
         self.leave_pass()
         if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.layout import Groups, Role
+from lightning_asgd.layout import Groups, Role, check_form
 from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
@@ -75,6 +75,7 @@ class Shard:
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
     latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
+    _applied: dict[int, int] = field(default_factory=dict)  # the same, when pushes were last aggregated
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -130,7 +131,10 @@ class Shard:
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
-        self.latest_push = dict(pushes)
+            for pending in (each for each in self._pending if each is not None):
+                pending.zero_()  # workers push again what these weights lack
+            self._forget_gathered()
+        self.latest_push, self._applied = dict(pushes), dict(pushes)
 
     def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
@@ -181,13 +185,16 @@ class Shard:
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
         """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
-        table, mine = self.table, ({} if replaced else self.latest_push, self._refused, self._backups)
+        pushes = () if replaced else (self.latest_push, self._applied)
+        table, mine = self.table, (*pushes, self._refused, self._backups)
         for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
         table.resting.discard(worker)
 
     def update_members(self, living: Collection[int]) -> list[Completion]:
         """Note which workers take part now: no worker waits for a worker that is gone."""
+        if self.comes_and_goes:  # those that join have not begun to train
+            self.table.resting |= set(living) - self.table.living
         self.table.living = set(living)
         return self._due() if self.weights else []
 
@@ -221,6 +228,8 @@ class Shard:
             else:
                 asked.verdict = Verdict.REFUSED
                 self._refuse(worker)
+        if self.comes_and_goes and message.full and worker in table.resting and table.count:
+            self._apply_gathered()  # it takes all updates of an interval that is over, also if another worker trains
         if message.rest:
             table.resting.add(worker)
             table.clocks.pop(worker, None)
@@ -342,10 +351,14 @@ class Shard:
                 mean = pending[part].div_(self._weights)
                 algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
                 mean.zero_()
-        table.gathered.clear()
-        table.count = 0
-        self._lr, self._steps, self._weights = 0.0, 0, 0.0
+        self._applied = dict(self.latest_push)
+        self._forget_gathered()
         self._count_up()
+
+    def _forget_gathered(self) -> None:
+        self.table.gathered.clear()
+        self.table.count = 0
+        self._lr, self._steps, self._weights = 0.0, 0, 0.0
 
     def _count_up(self) -> None:
         """An update has been applied."""
@@ -384,7 +397,7 @@ class Shard:
         for transform in self.algorithm.transforms:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
-        pushes = dict(self.latest_push) if message.fetch else {}
+        pushes = dict(self._applied if self.table.count else self.latest_push) if message.fetch else {}
         return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
@@ -430,17 +443,6 @@ class Shard:
     def _finish_copy(self) -> None:
         if self._copy is not None:
             self._copy.finish()
-
-
-def check_form(tensors: Buffer, groups: Groups) -> None:
-    """Raise unless tensors that a worker sent are those of a shard's groups."""
-    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
-    expected = tuple((dtype, n) for _, dtype, n in groups)
-    if got != expected:
-        raise ProtocolError(
-            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
-            "All workers and servers of a run must use the same module and version of this package."
-        )
 
 
 def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
-from lightning_asgd.layout import Groups, dtype_from_name
+from lightning_asgd.layout import Groups, check_form, dtype_from_name
 from lightning_asgd.protocol import Exchange, InitShard, Reply
-from lightning_asgd.server.shard import check_form
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.shared_memory import SharedBlock, attach
 

@@ -67,7 +67,8 @@ class ExchangeLog:
                 self._replica.pack_again(server)
             self.in_flight.answers = []
             self.in_flight.futures[server] = self._shards.repeat(server, self._shards.latest[server])
-            self._connection.result(server, self.in_flight.futures[server])
+            if not self._waits:  # else the answer may be held back until workers have pushed that replay now
+                self._connection.result(server, self.in_flight.futures[server])
 
     def rejoin(self) -> Waits:
         """Rejoin. Updates that were not applied are lost: other workers train those data."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from lightning_asgd import AsyncSGD, process_name
+from lightning_asgd.algorithms import LocalSGD, WarmStart
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
 from lightning_asgd.loop.elastic_run import ElasticFleet
@@ -25,6 +26,7 @@ from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.worker.session_client import SessionClient
+from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import run_workers
 from tests.helpers.plain import Counts, Run, Shards, numbered
 
@@ -583,7 +585,8 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         with pytest.raises(ASGDError, match=r"within the with block\. Expected"):
             asgd.load_state_dict({})
     for wrong, text in (
-        ({"algorithm": "local_sgd", "nsync": "restarted"}, "LocalSGD was given with server="),
+        ({"algorithm": "local_sgd", "nsync": "restarted"}, "nsync='restarted' was given with server="),
+        ({"algorithm": LocalSGD(transforms=[WarmStart(1)])}, "LocalSGD was given with server="),
         ({"nsync": 0}, "nsync=0"),
     ):
         with pytest.raises(ConfigurationError, match=text):
@@ -713,6 +716,22 @@ def test_a_batch_of_the_programs_own_that_is_not_counted_is_named(elastic: Run) 
         asgd,
     ):
         step(model, optimizer, torch.tensor([4]))
+
+
+def test_in_rounds_too_workers_of_an_elastic_run_train_every_sample_once_per_epoch(elastic: Run) -> None:
+    both = threading.Barrier(2)
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic, algorithm=SUM_OF_ROUND)
+        with asgd:
+            both.wait(10.0)
+            for _ in asgd.epochs(EPOCHS - rank):  # the second one leaves before the last epoch
+                for (numbers,) in asgd.batches(numbered(SAMPLES), batch_size=3):
+                    step(model, optimizer, numbers)
+        return model.seen.round().tolist()
+
+    first, _ = run_workers(2, work)
+    assert set(first) == {float(EPOCHS)}
 
 
 @pytest.mark.parametrize("rule", ["layerwise", "local_sgd"])

@@ -56,6 +56,7 @@ from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.synchronizer import Training, run
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
+from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)
@@ -547,3 +548,33 @@ def test_whoever_comes_and_goes_every_unit_is_applied_once_per_epoch(about: dict
         left, killed = left + world.left, killed + world.killed
     assert left > 5 or not about.get("leaves", True)
     assert killed > 5 or not about.get("kills")
+
+
+class InRounds(RunWorld):
+    """Workers wait for each other's pushes."""
+
+    algorithm = SUM_OF_ROUND
+
+    def check_fetched(self, weight: torch.Tensor, epoch: int, end: int) -> None:
+        super().check_fetched(weight.round(), epoch, end)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"sleeps": False},
+        {"sleeps": True, "servers": 1, "dies": True},
+        # Among these are orders in which a replaced server holds a repeated push back, of a worker that replays it.
+        {"sleeps": False, "leaves": False, "kills": 0.03, "seeds": 20},
+        {"sleeps": False, "servers": 1, "kills": 0.04, "batches": (2, 5, 1)},
+    ],
+    ids=lambda about: " ".join(f"{name}={value}" for name, value in about.items()),
+)
+def test_in_rounds_too_every_unit_is_applied_once_per_epoch(about: dict[str, Any]) -> None:
+    about, killed = dict(about), 0
+    for seed in range(about.pop("seeds", 8)):
+        world = InRounds(seed, 4, **about)
+        world.run()
+        assert torch.equal(world.weights_at_the_end.round(), torch.full((2 * UNITS,), float(EPOCHS))), seed
+        killed += world.killed
+    assert killed > 3 or not about.get("kills")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, Barrier
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import Exchange, Reply
@@ -321,3 +321,73 @@ def test_a_shard_may_hold_nothing_of_a_group() -> None:
     _, answer = by_value(shard, (torch.ones(2), torch.zeros(0, dtype=torch.int64)))
     assert answer is not None
     assert [t.tolist() for t in answer] == [[1.0, 1.0], []]
+
+
+# ---------------------------------------------------------------------- rounds of an elastic run
+
+
+def in_rounds(*living: int) -> Shard:
+    shard = Shard(GROUPS, ASGD(transforms=[Barrier()]), comes_and_goes=True)
+    shard.initialise(tensors(0), 0)
+    shard.update_members(living)
+    for worker in living:  # they take the weights and begin to train
+        (due,) = shard.exchange(replace(message(worker, push=False), full=True), None)
+        assert due.reply.version == 0
+    return shard
+
+
+def pushed(shard: Shard, worker: int, seq: int = 1, **fields: Any) -> dict[int, Reply]:
+    asked = replace(message(worker, seq), may_wait=True, **fields)
+    return {due.request.worker: due.reply for due in shard.exchange(asked, tensors(worker))}
+
+
+def test_a_round_waits_for_who_has_begun_to_train_and_not_for_who_joins() -> None:
+    shard = in_rounds(1, 2)
+    shard.update_members([1, 2, 3])
+    assert pushed(shard, 1) == {}
+    assert {worker: reply.pushes for worker, reply in pushed(shard, 2).items()} == {
+        each: {1: 1, 2: 1} for each in (1, 2)
+    }
+    assert shard.version == 1
+    assert pushed(shard, 3) == {}  # from its first push on it takes part
+    assert pushed(shard, 2, 2) == {}
+    assert pushed(shard, 1, 2).keys() == {1, 2, 3}
+
+
+def test_who_joins_within_a_round_gets_what_has_been_pushed() -> None:
+    shard = in_rounds(1, 2)
+    assert pushed(shard, 1) == {}
+    shard.update_members([1, 2, 3])
+    due = shard.exchange(replace(message(3, push=False), full=True), None)
+    assert {each.request.worker: (each.reply.version, each.reply.pushes) for each in due} == {
+        1: (1, {1: 1}),
+        3: (1, {1: 1}),
+    }
+
+
+def test_the_end_of_an_interval_holds_the_last_pushes_although_another_worker_trains() -> None:
+    shard = in_rounds(1, 2)
+    assert pushed(shard, 1, rest=True).keys() == {1}  # it has pushed its last steps
+    assert shard.version == 0
+    (due,) = shard.exchange(replace(message(1, push=False), full=True), None)
+    assert (due.reply.version, due.reply.pushes) == (1, {1: 1})
+
+
+def test_an_answer_names_only_pushes_that_its_weights_hold() -> None:
+    shard = in_rounds(1, 2)
+    pushed(shard, 1)
+    pushed(shard, 2)
+    assert pushed(shard, 1, 2) == {}
+    (due,) = shard.exchange(message(2, 1, push=False), None)  # such as for a checkpoint
+    assert (due.reply.version, due.reply.pushes) == (1, {1: 1, 2: 1})
+
+
+def test_a_shard_that_is_restored_forgets_what_was_aggregated() -> None:
+    shard = in_rounds(1, 2)
+    pushed(shard, 1)
+    shard.resume(tensors(0), 5, {1: 0, 2: 0})
+    assert pushed(shard, 1) == {}
+    shard.update_members([1])
+    alone = in_rounds(1)
+    pushed(alone, 1)
+    assert all(map(torch.equal, shard.weights[:2], alone.weights[:2]))

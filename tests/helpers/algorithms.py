@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
 from lightning_asgd import algorithms
 from lightning_asgd.algorithms import (
     ASGD,
     Algorithm,
+    Barrier,
     DelayCompensation,
     DelayedNesterov,
     Downpour,
@@ -22,8 +28,20 @@ from lightning_asgd.algorithms import (
     StaleSynchronous,
     WarmStart,
 )
+from lightning_asgd.algorithms.base import Push
 
-__all__ = ["EVERY", "ON_SERVERS"]
+__all__ = ["EVERY", "ON_SERVERS", "SUM_OF_ROUND"]
+
+
+@dataclass(frozen=True)
+class SumOfRound(ASGD):
+    """Adds the updates that were aggregated, of batches of the same size, not their mean."""
+
+    def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        weights.add_(update, alpha=push.count)
+
+
+SUM_OF_ROUND = SumOfRound(transforms=[Barrier()])
 
 EVERY: dict[str, Algorithm] = {
     **{name: cls() for name, cls in algorithms._NAMED.items()},
