@@ -7,16 +7,27 @@ ranges as there are servers, so every server holds an equal share of the bytes w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
+from lightning_asgd.errors import ConfigurationError, LayoutMismatchError, ProtocolError
 
-__all__ = ["Group", "Groups", "Layout", "Piece", "Role", "TensorSpec", "build_layout", "dtype_from_name", "dtype_name"]
+__all__ = [
+    "Group",
+    "Groups",
+    "Layout",
+    "Piece",
+    "Role",
+    "TensorSpec",
+    "build_layout",
+    "check_form",
+    "dtype_from_name",
+    "dtype_name",
+]
 
 
 class Role(str, Enum):
@@ -196,3 +207,14 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(f"Unknown dtype {name!r}. Expected a torch dtype such as 'float32'.")
     return dtype
+
+
+def check_form(tensors: Sequence[Tensor], groups: Groups) -> None:
+    """Raise unless tensors that a worker sent are those of a shard's groups."""
+    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
+    expected = tuple((dtype, n) for _, dtype, n in groups)
+    if got != expected:
+        raise ProtocolError(
+            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
+            "All workers and servers of a run must use the same module and version of this package."
+        )

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
+from lightning_asgd.algorithms.base import Algorithm, Answer, Push, SampleShares, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.layout import Groups, Role
+from lightning_asgd.layout import Groups, Role, check_form
 from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard", "check_form"]
+__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
@@ -75,6 +75,7 @@ class Shard:
     samples: deque[tuple[int, tuple[Tensor, ...]]] = field(default_factory=deque)
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
     latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
+    _counted: SampleShares = field(default_factory=SampleShares)  # the workers that a mean is over
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -131,6 +132,8 @@ class Shard:
                 mine.copy_(theirs)
             self.version = version
         self.latest_push = dict(pushes)
+        for worker in self.table.living:
+            self._count(worker)
 
     def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
@@ -185,10 +188,18 @@ class Shard:
         for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
         table.resting.discard(worker)
+        self._count(worker)
 
-    def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Note which workers take part now: no worker waits for a worker that is gone."""
-        self.table.living = set(living)
+    def update_members(self, living: Collection[int], changed: Collection[int] | None = None) -> list[Completion]:
+        """Note which workers take part now: no worker waits for a worker that is gone.
+
+        A set is not copied. If it is that of the last call, ``changed`` may name those that have joined or gone since.
+        """
+        if changed is None or self.table.living is not living:
+            changed = self.table.living.union(living)
+            self.table.living = living if isinstance(living, set) else set(living)
+        for worker in changed:
+            self._count(worker)
         return self._due() if self.weights else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
@@ -202,8 +213,9 @@ class Shard:
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
         table, worker, asked = self.table, message.worker, _Asked(message, buffer)
-        if message.batch > 0:
+        if 0 < message.batch < math.inf:
             table.batches[worker] = message.batch
+            self._count(worker)
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
@@ -211,6 +223,7 @@ class Shard:
             trusted = message.shared and message.within_bounds
             last = self.latest_push.get(worker, 0)
             self.latest_push[worker] = max(last, message.seq)
+            self._count(worker)
             if message.seq <= last:
                 asked.verdict = Verdict.REPEATED
                 self.counts.repeated += 1
@@ -255,7 +268,6 @@ class Shard:
     def _take(self, asked: _Asked, update: Buffer) -> None:
         """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
-        among = self._counted
         push = Push(
             worker=message.worker,
             seq=message.seq,
@@ -263,8 +275,8 @@ class Shard:
             staleness=asked.staleness,
             steps=max(message.steps, 1),
             lr=message.lr,
-            live=max(len(among), 1),
-            weight=self._weight(message.worker, among),
+            live=max(len(self._counted), 1),
+            weight=self._counted.weight(self.table.batches.get(message.worker, 0.0)),
             version=self.version,
         )
         gathers = any(t.gathers for t in algorithm.transforms)
@@ -405,17 +417,10 @@ class Shard:
 
     # ------------------------------------------------------------------ helpers
 
-    @property
-    def _counted(self) -> set[int]:
-        """The workers that a mean is over."""
-        living = self.table.living
-        return living & self.latest_push.keys() if self.comes_and_goes else living
-
-    def _weight(self, worker: int, among: Collection[int]) -> float:
-        """What a worker's samples have to be weighed with for every worker's to count the same."""
-        batches = self.table.batches
-        mine = batches.get(worker, 0)
-        return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
+    def _count(self, worker: int) -> None:
+        """Count a worker in means, or not, as it is now."""
+        counts = worker in self.table.living and (worker in self.latest_push or not self.comes_and_goes)
+        self._counted.put(worker, self.table.batches.get(worker, 0.0) if counts else None)
 
     def _parts(self, index: int) -> Iterator[slice]:
         """Pieces to change one after the other, the whole where the algorithm does not work element by element."""
@@ -430,17 +435,6 @@ class Shard:
     def _finish_copy(self) -> None:
         if self._copy is not None:
             self._copy.finish()
-
-
-def check_form(tensors: Buffer, groups: Groups) -> None:
-    """Raise unless tensors that a worker sent are those of a shard's groups."""
-    got = tuple((str(t.dtype).removeprefix("torch."), t.numel()) for t in tensors)
-    expected = tuple((dtype, n) for _, dtype, n in groups)
-    if got != expected:
-        raise ProtocolError(
-            f"A shard was sent tensors of (dtype, scalars) {got}. Expected {expected}. "
-            "All workers and servers of a run must use the same module and version of this package."
-        )
 
 
 def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:
