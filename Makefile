@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -100,8 +100,12 @@ claims: $(VENV)/.installed-dev ## claims of four papers, in virtual time: Yu, Sp
 ray: $(VENV)/.installed-dev ## a Ray cluster on this machine: accuracy, lost nodes, scaling, Ray Train, Ray Tune
 	@$(RUN) benchmarks/ray_cluster.py
 
-scale: $(VENV)/.installed-dev ## CPU time of a claim, an exchange, ... on the servers with 16 to 1,024 workers
-	@$(RUN) benchmarks/scale.py --picture results/scale.png
+scale: $(VENV)/.installed-dev ## CPU time of a claim, an exchange, ... on the servers with 16 to 1,024 workers; LINK=<Mbit/s>
+	@$(RUN) benchmarks/scale.py $(if $(LINK),--link $(LINK)) --picture results/scale.png
+	@$(RUN) benchmarks/scale_sockets.py $(if $(LINK),--link $(LINK)) --picture results/scale_sockets.png
+
+crowd: $(VENV)/.installed-dev ## 64 workers on two cores, of which 100 are killed and replaced: half an hour; MINUTES=
+	@$(RUN) benchmarks/crowd.py $(if $(MINUTES),--minutes $(MINUTES))
 
 layerwise: $(VENV)/.installed-examples ## layer-wise descent beside DDP, also on slow networks (as root): about 40 minutes
 	@$(RUN) benchmarks/layerwise.py

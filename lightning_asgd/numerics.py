@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_UPDATE", "is_finite", "is_within_bounds", "largest", "zero_nonfinite"]
+__all__ = ["MAX_UPDATE", "is_finite", "is_small_enough", "is_within_bounds", "largest", "zero_nonfinite"]
 
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
@@ -32,6 +33,14 @@ def largest(tensor: Tensor) -> float:
         return 0.0
     least, most = torch.aminmax(tensor)
     return float(torch.maximum(-least, most))
+
+
+def is_small_enough(update: Tensor, weights: Tensor) -> bool:
+    """Whether an update of weights is finite, and not larger by orders of magnitude than training can make it."""
+    if not update.dtype.is_floating_point:
+        return is_finite(update)
+    size = largest(update)
+    return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(weights) < math.inf
 
 
 def is_within_bounds(tensor: Tensor) -> bool:

@@ -50,6 +50,10 @@ class RangeSet:
     def __bool__(self) -> bool:
         return bool(self.ranges)
 
+    def __contains__(self, number: int) -> bool:
+        index = bisect_left(self.ranges, (number + 1, 0))
+        return index > 0 and self.ranges[index - 1][1] > number
+
     def add(self, first: int, last: int) -> int:
         """Add the numbers of a range; returns how many were not there."""
         before = self.total

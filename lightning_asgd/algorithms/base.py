@@ -19,7 +19,9 @@ from torch import Tensor
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import Configurable
 
-__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "Table", "Transform"]
+__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "SampleShares", "Table", "Transform"]
+
+_ONE = 1 << 52  # sums of sizes are whole numbers of this part: exact for any from 1 on, whatever their order
 
 
 class Payload(str, Enum):
@@ -104,6 +106,38 @@ class Table:
     def active(self) -> set[int]:
         """The workers that train now."""
         return self.living - self.resting
+
+
+class SampleShares:
+    """The workers that a mean is over, and the sum of their batch sizes: no push needs a look at all of them."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}  # by worker; 0 if unknown
+        self._sum = 0
+        self._unknown = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def put(self, worker: int, size: float | None) -> None:
+        """Count a worker with the size of its batches, 0 if it has not reported it; with None count it no longer."""
+        before = self._sizes.pop(worker, None)
+        if before is not None:
+            self._sum -= before
+            self._unknown -= not before
+        if size is not None:
+            self._sizes[worker] = exact = round(size * _ONE)
+            self._sum += exact
+            self._unknown += not exact
+
+    def weight(self, size: float) -> float:
+        """What the samples of a worker have to be weighed with for those of all to count the same.
+
+        A worker that has not reported a batch size is taken to have the same as this one.
+        """
+        mine = round(size * _ONE)
+        total = self._sum + self._unknown * mine
+        return mine * len(self) / total if mine and total else 1.0
 
 
 @dataclass(frozen=True)

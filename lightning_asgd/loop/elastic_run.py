@@ -113,7 +113,7 @@ class ElasticFleet(Fleet):
         """Ask which workers take part: this worker's next heartbeat would report them too late."""
         now = self.client.beat(self._heard, self._config.timeouts.silence_s)
         if now is not None:
-            self.board.living = now.living
+            self.board.living = tuple(now.living)
         self._living = self.board.living
 
     def _arrive(self) -> int:

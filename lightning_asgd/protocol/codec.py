@@ -8,11 +8,14 @@ object: its worker sends it as :class:`~lightning_asgd.protocol.Pickled`, which 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +37,8 @@ _CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
     if isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, Enum))
 }
 _RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
+_PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON has the same: a look at each would take long
+_MANY = 64  # whole numbers from which on their bytes are sent
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
 
@@ -78,8 +83,18 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
     for letter, kind in _CONTAINERS.items():
         if type(value) is kind:
             items: Any = value
+            kinds = set(map(type, items))
+            if kinds <= _PLAIN:
+                return [letter, list(items)]
+            if kind is tuple and kinds == {tuple} and set(map(len, items)) == {2}:  # such as ranges, of which are many
+                plain = list(chain.from_iterable(items))
+                if (kinds := set(map(type, plain))) <= _PLAIN:
+                    return ["P", _together(plain, kinds, buffers)]
             return [letter, [_encode(item, buffers, depth + 1) for item in items]]
     if type(value) is dict:
+        plain = list(chain.from_iterable(value.items()))
+        if (kinds := set(map(type, plain))) <= _PLAIN:
+            return ["M", _together(plain, kinds, buffers)]
         return ["D", [[_encode(k, buffers, depth + 1), _encode(v, buffers, depth + 1)] for k, v in value.items()]]
     name = _name_of(type(value))
     if name is not None:
@@ -93,6 +108,15 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         f"A {type(value).__module__}.{type(value).__name__} cannot be sent without pickle. Expected plain values, "
         "tensors, or a module's algorithm, transform or compression. ASGDStrategy(transport='rpc') sends any object."
     )
+
+
+def _together(values: list[Any], kinds: set[type], buffers: list[Buffer]) -> list[Any] | int:
+    """Plain values of some kinds for JSON; many whole numbers as a buffer, of which this is the index."""
+    if kinds == {int} and len(values) >= _MANY:
+        with contextlib.suppress(OverflowError):
+            buffers.append(array("q", values).tobytes())
+            return len(buffers) - 1
+    return values
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Buffer]:
@@ -141,7 +165,7 @@ def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
 
     letter, *rest = value
     if letter in _CONTAINERS:
-        return _CONTAINERS[letter](inner(item) for item in rest[0])
+        return _CONTAINERS[letter](rest[0] if set(map(type, rest[0])) <= _PLAIN else map(inner, rest[0]))
     return _MAKERS[letter](buffers, inner, *rest)
 
 
@@ -159,6 +183,26 @@ def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, 
     if not numbers:
         return torch.empty(shape, dtype=kind)
     return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
+
+
+def _apart(buffers: Sequence[Buffer], given: list[Any] | int) -> list[Any]:
+    """The values that :func:`_together` was given."""
+    if type(given) is int:
+        values = array("q")
+        values.frombytes(buffers[given])
+        return values.tolist()
+    if not isinstance(given, list) or not set(map(type, given)) <= _PLAIN:
+        raise ProtocolError("Plain values were expected.")
+    return given
+
+
+def _make_pairs(buffers: Sequence[Buffer], inner: Any, given: list[Any] | int) -> tuple[tuple[Any, Any], ...]:
+    values = _apart(buffers, given)
+    return tuple(zip(values[::2], values[1::2], strict=True))
+
+
+def _make_mapping(buffers: Sequence[Buffer], inner: Any, given: list[Any] | int) -> dict[Any, Any]:
+    return dict(_make_pairs(buffers, inner, given))
 
 
 def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
@@ -188,6 +232,8 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "T": _make_tensor,
     "B": lambda buffers, inner, index: bytes(buffers[index]),
     "D": lambda buffers, inner, items: {inner(key): inner(item) for key, item in items},
+    "P": _make_pairs,
+    "M": _make_mapping,
     "E": _make_enum,
     "O": _make_object,
 }

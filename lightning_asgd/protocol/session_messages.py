@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 30
+PROTOCOL = 31
 """Version of these messages. A server rejects a worker with another version."""
 
 
@@ -133,11 +134,11 @@ class HeartbeatReply:
     """Answer to :class:`Heartbeat`."""
 
     news: tuple[str, ...] = ()  # events of workers since the last heartbeat, as texts for users
-    living: tuple[int, ...] = ()  # workers that take part
+    living: Collection[int] = ()  # workers that take part; as `Ranks`, here and below
     # The latest metrics of every worker, for the chief, which logs them; empty for the others.
     figures: dict[int, WorkerMetrics] = field(default_factory=dict)
     chief: int = 0  # the worker that logs and writes checkpoints
-    holding: tuple[int, ...] = ()  # in an elastic run, the workers that hold the weights
+    holding: Collection[int] = ()  # in an elastic run, the workers that hold the weights
     admitted: int = 0  # the highest number that one of them was given
     fenced: bool = False  # whether the sender must rejoin before it trains
     # Number of the first collective whose result a worker that is away may still ask for; workers repeat these results

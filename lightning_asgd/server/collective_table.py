@@ -182,6 +182,11 @@ class CollectiveTable:
         members = self.members
         return len(members.suspected), len(members.catching_up), len(members.fenced), len(members.left)
 
+    def may_be_at_odds(self, claiming: int) -> bool:
+        """Whether all may wait in one collective but those that wait for data, whose number is given."""
+        others = len(self.members.living) - claiming
+        return claiming > 0 and any(len(each.waiting) >= others for each in self._operations.values())
+
     def at_odds(self, claiming: Collection[int]) -> set[int]:
         """The workers that wait in a collective while all the others wait for data, if that is so."""
         if self.members.catching_up - set(claiming):

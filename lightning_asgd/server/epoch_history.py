@@ -13,6 +13,7 @@ from dataclasses import replace
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseHoldings
 from lightning_asgd.ranges import common
+from lightning_asgd.server.lease_checks import check_epoch
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.pending_replies import Completion
@@ -35,6 +36,7 @@ class Epochs:
         self._fit = ""
         self._latest = -1  # number of the latest epoch that any worker has begun
         self._held: dict[str, Ranges] = {}  # by key, of epochs that restored weights hold units of
+        self._fresh: set[int] = set()  # numbers of epochs that have not been told who takes part
 
     def __iter__(self) -> Iterator[Leases]:
         return iter(self._known.values())
@@ -73,7 +75,7 @@ class Epochs:
         if number not in self._known:
             self._keep(theirs, self.latest, now)
             self._known[number].update_members(members.trusted, now, members.catching_up)  # no request yet
-        self._known[number].check(theirs, worker)
+        check_epoch(self._known[number].epoch, theirs, worker)
         return self._known[number]
 
     def find(self, key: str, worker: int) -> Leases:
@@ -92,9 +94,13 @@ class Epochs:
             if leases.epoch.key == key:
                 leases.applied(worker, units)
 
-    def update_members(self, living: Collection[int], now: float, behind: Collection[int]) -> list[Completion]:
+    def update_members(
+        self, living: Collection[int], now: float, behind: Collection[int], changed: Collection[int]
+    ) -> list[Completion]:
         """Take note of who takes part; see :class:`Leases`, here and below."""
-        return [due for leases in self for due in leases.update_members(living, now, behind)]
+        fresh, self._fresh = self._fresh, set()
+        told = [(leases, None if number in fresh else changed) for number, leases in self._known.items()]
+        return [due for leases, each in told for due in leases.update_members(living, now, behind, each)]
 
     def retry(self, now: float) -> list[Completion]:
         """Look again at the requests that wait."""
@@ -144,4 +150,5 @@ class Epochs:
         self._latest = max(self._latest, epoch.number)
         for number in sorted(self._known)[: max(0, len(self._known) + 1 - _KEPT)]:
             del self._known[number]
+        self._fresh.add(epoch.number)
         self._known[epoch.number] = leases_of(epoch, all_train=self._all_train, before=before, now=now)

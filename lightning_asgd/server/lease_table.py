@@ -17,9 +17,8 @@ from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.ranges import RangeSet, common, without
 from lightning_asgd.server.crowd import FASTEST_S, ONE
-from lightning_asgd.server.lease_checks import check_epoch, check_request
+from lightning_asgd.server.lease_checks import check_request
 from lightning_asgd.server.lease_totals import Counted, Queues, Totals, WorkerLeases
-from lightning_asgd.server.membership import changes
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.self_scheduling import Few, Load, Others, steps_to_grant
 
@@ -82,13 +81,15 @@ class Leases:
         size = worker.size or 1
         return worker.unit_s * size, -(-worker.trained // size)
 
-    def check(self, other: Epoch, worker: int) -> None:
-        """Raise if a worker opens another epoch under the same key."""
-        check_epoch(self.epoch, other, worker)
+    def update_members(
+        self, living: Collection[int], now: float, behind: Collection[int] = (), changed: Collection[int] | None = None
+    ) -> list[Completion]:
+        """Update who takes part: the workers that others wait for, and those catching up, which may train too.
 
-    def update_members(self, living: Collection[int], now: float, behind: Collection[int] = ()) -> list[Completion]:
-        """Update who takes part: the workers that others wait for, and those catching up, which may train too."""
-        changed = changes(self._living, living)
+        All that differ from the last call are among the ``changed`` ones, if these are given.
+        """
+        changed = self._living.union(living) if changed is None else changed
+        changed = {number for number in changed if (number in living) != (number in self._living)}
         self._living ^= changed
         self._strangers |= self._workers.keys() & changed
         self._strangers -= self._living & changed
@@ -154,9 +155,8 @@ class Leases:
             worker.granted = request.trained
         worker.rtt_s, worker.flush = request.rtt_s, request.flush
         worker.places = list(request.places) or [-1]
-        answers: list[Completion] = []
-        if worker.waiting is not None:
-            answers.append(Completion(worker.waiting, LeaseGrant()))  # its call was repeated
+        repeated = worker.waiting
+        answers = [] if repeated is None else [Completion(repeated, LeaseGrant())]
         self._block(worker, None if request.stop else request)
         worker.stopped = request.stop
         self._apply(worker, request.applied)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
 from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
+from lightning_asgd.server.silence import SilenceDetector
 
-__all__ = ["Membership", "changes"]
+__all__ = ["Membership"]
 
-_SUSPENDED_S = 2.0  # a longer time between two checks of the clock: this process was suspended
 _MOST_LOST_S = 15.0  # others look for another host after 20 s (`HeartbeatThread`)
 _REPORT_S = 60.0  # in which all workers notice that a server was lost, report to its replacement and replay
 _UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing
@@ -62,8 +62,9 @@ class Membership:
     trusted: set[int] = field(init=False)  # those of them that may train
     expected: set[int] = field(init=False)  # all that belong to the session, whatever became of them
     composition: int = 0  # how often who takes part has changed; compared before and after to notice a change
+    _placed: set[int] = field(default_factory=set)  # workers whose part may have changed: see :meth:`take_changes`
     _heard: dict[int, float] = field(default_factory=dict)  # when
-    _looked: float | None = None
+    _silence: SilenceDetector = field(default_factory=SilenceDetector)
     _eldest: int | None = None  # the chief of an elastic run, unless it may have changed
     _reported: tuple[int, dict[int, int], dict[int, str]] | None = None  # see :meth:`_for_replies`
 
@@ -128,6 +129,7 @@ class Membership:
         (self.living.add if lives else self.living.discard)(worker)
         (self.trusted.add if lives and worker not in self.fenced else self.trusted.discard)(worker)
         self.composition += 1
+        self._placed.add(worker)
         if self._eldest is None or worker <= self._eldest:
             self._eldest = None
 
@@ -135,6 +137,11 @@ class Membership:
         self.living, self.trusted, self._eldest = set(), set(), None
         for worker in self.expected:
             self._place(worker)
+
+    def take_changes(self) -> set[int]:
+        """The workers whose part in the session may have changed since this was last called."""
+        changed, self._placed = self._placed, set()
+        return changed
 
     @property
     def awaited(self) -> set[int]:
@@ -208,6 +215,7 @@ class Membership:
         self.joined.add(worker)
         self.catching_up.add(worker)
         self._heard[worker] = now
+        self._silence.recheck()
         self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
         self._place(worker)
         self.metrics.pop(worker, None)
@@ -292,6 +300,7 @@ class Membership:
         """End a worker's absence: it is waited for again."""
         self.suspected.pop(worker, None)
         self.catching_up.discard(worker)
+        self._silence.recheck()  # of a suspected worker nothing was heard for long
         self._place(worker)
         self.publish(f"Worker {worker} has rejoined.")
 
@@ -312,6 +321,7 @@ class Membership:
     def end_recovery(self, now: float) -> None:
         """Give no worker more time than usual any longer: all have reported, and have replayed their pushes."""
         self._heard = {worker: min(at, now) for worker, at in self._heard.items()}
+        self._silence.recheck()
 
     def resume(self, incarnations: dict[int, int], fenced: set[int]) -> None:
         """Take over what the workers report; ``fenced`` are those that do not know yet that they were suspected."""
@@ -373,19 +383,13 @@ class Membership:
 
     def suspect_silent(self, now: float) -> bool:
         """Suspect the workers whose failure timeout is over; returns whether there are any."""
-        suspended = 0.0 if self._looked is None else now - self._looked
-        self._looked = now
-        if suspended > _SUSPENDED_S:  # no heartbeat could be taken
-            self._heard = {worker: at + suspended for worker, at in self._heard.items()}
         timeout_s = self.policy.silence_s * (1 if self.index == 0 else _SOONER)
-        there = self.joined - set(self.left) - set(self.suspected)
-        silent = {worker for worker in there if now - self._heard.get(worker, now) > timeout_s}
+        there = lambda: self.joined - self.left.keys() - self.suspected.keys()  # noqa: E731
+        silent = self._silence.silent(self._heard, there, timeout_s, now)
         if self.policy.elsewhere_s and self.index == 0:
             self._end_if_few(now)
-        if not timeout_s or not silent:
-            return False
-        for worker in sorted(silent):
-            reason = f"sent no heartbeat for {now - self._heard[worker]:.0f} s"
+        for worker in silent:
+            reason = f"sent no heartbeat for {self.silent_s(worker, now):.0f} s"
             self.suspected[worker] = f"{reason}, so the others continued without it"
             self.fenced.add(worker)
             self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
@@ -395,7 +399,7 @@ class Membership:
                 continue  # server 0 decides what follows
             if not self._lose(worker, reason):
                 self.publish(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
-        return True
+        return bool(silent)
 
     def _end_if_few(self, now: float) -> None:
         """End the session if most workers fell silent at once: on their side of the network others may continue.
@@ -404,10 +408,10 @@ class Membership:
         """
         least_s = max(_MOST_LOST_S, 1.5 * self.policy.silence_s)
         lost = {w for w in self.suspected if least_s <= self.silent_s(w, now) < self.policy.elsewhere_s}
-        heard = self.living | self.catching_up
-        if len(lost) > len(heard):
+        heard = len(self.living) + len(self.catching_up)
+        if len(lost) > heard:
             self.end(
-                f"Workers {sorted(lost)} are silent, and {len(heard)} of {len(lost) + len(heard)} are left. "
+                f"Workers {sorted(lost)} are silent, and {heard} of {len(lost) + heard} are left. "
                 "Expected at least half: if the network has split, the others train on without these servers. Look "
                 "for a job that still runs; else start the job again from its last checkpoint."
             )
@@ -431,12 +435,6 @@ class Membership:
         if why:
             self.end(f"{why} Start the job again from its last checkpoint: trainer.fit(..., ckpt_path='last').")
         return bool(why)
-
-
-def changes(before: set[int], now: Collection[int]) -> set[int]:
-    """The workers that are in exactly one of two sets."""
-    now = now if isinstance(now, set) else set(now)
-    return (before - now) | (now - before)  # the union is not built
 
 
 def _place(session: str) -> tuple[int, ...]:

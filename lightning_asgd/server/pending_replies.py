@@ -44,6 +44,10 @@ class PendingReplies:
     def __contains__(self, request: Any) -> bool:
         return id(request) in self._pending
 
+    def count(self, kind: type) -> int:
+        """How many pending requests are of exactly this kind."""
+        return len(self._kinds[kind])
+
     def of(self, *kinds: type) -> list[Any]:
         """The pending requests of these kinds."""
         ids = [each for kind, ids in self._kinds.items() if issubclass(kind, kinds) for each in ids]

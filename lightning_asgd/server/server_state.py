@@ -148,7 +148,8 @@ class ServerState:
             return due, session.joined(worker, late=True)
         if message.replaces and members.other_process(worker, process) and worker not in members.left:
             return [], RankHeld(members.other_process(worker, process), members.silent_s(worker, now))
-        if message.replaces and worker in members.joined and worker not in {**members.processes, **members.left}:
+        unknown = worker not in members.processes and worker not in members.left
+        if message.replaces and worker in members.joined and unknown:
             return [], RankHeld("", ASK_AGAIN)  # a server that is lost knew its process, which may report
         return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
 

@@ -141,7 +141,8 @@ class Service:
             if members.composition != before or members.aborted:
                 self._members_changed(session)
             self._complete(self.state.epochs.retry(now))
-            self._separate(session)
+            if session.collectives.may_be_at_odds(self._pending.count(LeaseRequest)):
+                self._separate(session)
 
     def report_exit(self, session: str, worker: int, reason: str, process: str = "") -> None:
         """Take out a worker whose process has ended, here and in later generations; another may have replaced it."""
@@ -343,8 +344,7 @@ class Service:
             self._reject_waiting()  # what the run is, its workers will report
             return
         for message in self._pending.of(Attach):
-            session = self.session or SessionState(Membership(message.session, 0, message.policy))
-            self.state.session = session
+            session = self.state.session = self.session or SessionState(Membership(message.session, 0, message.policy))
             attached = run.admit(message, session.members, self._clock()) if message in self._pending else None
             if attached is not None:
                 self._pending.complete(message, attached)
@@ -365,9 +365,9 @@ class Service:
     def _members_changed(self, session: SessionState) -> None:
         """Tell every state machine who takes part now, and complete what that makes due."""
         self._admit_waiting()
-        members = session.members
-        self._complete(session.members_changed())
-        self._complete(self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up))
+        members, changed = session.members, session.members.take_changes()
+        leases = self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up, changed)
+        self._complete([*session.members_changed(changed), *leases])
         if members.aborted:
             for request in self._pending.of(*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone):
                 self._pending.complete(request, WorkerLostError(members.aborted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_asgd.protocol import (
     InitShard,
     Join,
     Joined,
+    Ranks,
     ReplicaState,
     ShardState,
     WorkerMetrics,
@@ -45,7 +46,7 @@ class SessionState:
     buffers: Buffers = field(default_factory=Buffers)
     islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
-    _listed: tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]] | None = None  # see :meth:`_present`
+    _listed: tuple[tuple[int, int], Ranks, Ranks] | None = None  # see :meth:`_present`
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTable(self.members)
@@ -86,12 +87,12 @@ class SessionState:
             self.collectives.needed,
         )
 
-    def _present(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The living workers, and those of them that hold weights: the same tuples until either changes."""
+    def _present(self) -> tuple[Ranks, Ranks]:
+        """The living workers, and those of them that hold weights: the same objects until either changes."""
         living = self.members.living
         state = self.members.composition, len(self.have_weights)  # none ceases to hold any without leaving
         if self._listed is None or self._listed[0] != state:
-            self._listed = state, tuple(sorted(living)), tuple(sorted(living & self.have_weights))
+            self._listed = state, Ranks.of(living), Ranks.of(living & self.have_weights)
         return self._listed[1:]
 
     def initialise(self, message: InitShard) -> bool:
@@ -130,11 +131,11 @@ class SessionState:
                 "checkpoint holds of the same algorithm and layout."
             ) from error
 
-    def members_changed(self) -> list[Completion]:
-        """Tell the parts that wait for other workers who takes part now."""
+    def members_changed(self, changed: Collection[int]) -> list[Completion]:
+        """Tell the parts that wait for other workers who takes part now, and whose part has ``changed``."""
         due = self.means.update_members(self.members.living)
         for shard in self.shards.values():
-            due += shard.update_members(self.members.living)
+            due += shard.update_members(self.members.living, changed)
         return due
 
     def replace(self, message: Join, now: float) -> list[Completion]:

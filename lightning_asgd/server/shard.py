@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Table
+from lightning_asgd.algorithms.base import Algorithm, Answer, Push, SampleShares, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role, check_form
-from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
+from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
 from lightning_asgd.protocol import Exchange, Reply
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
@@ -76,6 +76,7 @@ class Shard:
     """What the algorithm wanted kept: versions, and copies of the weights at them, oldest first."""
     latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
     _applied: dict[int, int] = field(default_factory=dict)  # the same, when pushes were last aggregated
+    _counted: SampleShares = field(default_factory=SampleShares)  # the workers that a mean is over
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -135,6 +136,8 @@ class Shard:
                 pending.zero_()  # workers push again what these weights lack
             self._forget_gathered()
         self.latest_push, self._applied = dict(pushes), dict(pushes)
+        for worker in self.table.living:
+            self._count(worker)
 
     def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
@@ -190,12 +193,21 @@ class Shard:
         for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
             kept.pop(worker, None)
         table.resting.discard(worker)
+        self._count(worker)
 
-    def update_members(self, living: Collection[int]) -> list[Completion]:
-        """Note which workers take part now: no worker waits for a worker that is gone."""
-        if self.comes_and_goes:  # those that join have not begun to train
-            self.table.resting |= set(living) - self.table.living
-        self.table.living = set(living)
+    def update_members(self, living: Collection[int], changed: Collection[int] | None = None) -> list[Completion]:
+        """Note which workers take part now: no worker waits for a worker that is gone, or has not begun to train.
+
+        A set is not copied. If it is that of the last call, ``changed`` may name those that have joined or gone since.
+        """
+        before = self.table.living
+        if changed is None or before is not living:
+            changed = before ^ set(living) if before is not living else ()
+            self.table.living = living if isinstance(living, set) else set(living)
+        for worker in changed:
+            self._count(worker)
+            if self.comes_and_goes and worker in living:
+                self.table.resting.add(worker)
         return self._due() if self.weights else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
@@ -209,8 +221,9 @@ class Shard:
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
         table, worker, asked = self.table, message.worker, _Asked(message, buffer)
-        if message.batch > 0:
+        if 0 < message.batch < math.inf:
             table.batches[worker] = message.batch
+            self._count(worker)
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
@@ -218,10 +231,11 @@ class Shard:
             trusted = message.shared and message.within_bounds
             last = self.latest_push.get(worker, 0)
             self.latest_push[worker] = max(last, message.seq)
+            self._count(worker)
             if message.seq <= last:
                 asked.verdict = Verdict.REPEATED
                 self.counts.repeated += 1
-            elif trusted or all(map(self._is_within_bounds, range(len(self.groups)), buffer)):
+            elif trusted or all(map(is_small_enough, buffer, self.weights)):
                 self._refused.pop(worker, None)
                 asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
@@ -254,17 +268,9 @@ class Shard:
                 f"{MAX_UPDATE:g}. Look at its data and its machine; lower the learning rate or clip gradients."
             )
 
-    def _is_within_bounds(self, index: int, update: Tensor) -> bool:
-        """Whether a group's update is finite, and not larger by orders of magnitude than training can make it."""
-        if not update.dtype.is_floating_point:
-            return is_finite(update)
-        size = largest(update)
-        return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(self.weights[index]) < math.inf
-
     def _take(self, asked: _Asked, update: Buffer) -> None:
         """Weigh a push, and apply it or add it to the aggregate."""
         message, algorithm = asked.message, self.algorithm
-        among = self._counted
         push = Push(
             worker=message.worker,
             seq=message.seq,
@@ -272,8 +278,8 @@ class Shard:
             staleness=asked.staleness,
             steps=max(message.steps, 1),
             lr=message.lr,
-            live=max(len(among), 1),
-            weight=self._weight(message.worker, among),
+            live=max(len(self._counted), 1),
+            weight=self._counted.weight(self.table.batches.get(message.worker, 0.0)),
             version=self.version,
         )
         gathers = any(t.gathers for t in algorithm.transforms)
@@ -418,17 +424,10 @@ class Shard:
 
     # ------------------------------------------------------------------ helpers
 
-    @property
-    def _counted(self) -> set[int]:
-        """The workers that a mean is over."""
-        living = self.table.living
-        return living & self.latest_push.keys() if self.comes_and_goes else living
-
-    def _weight(self, worker: int, among: Collection[int]) -> float:
-        """What a worker's samples have to be weighed with for every worker's to count the same."""
-        batches = self.table.batches
-        mine = batches.get(worker, 0)
-        return mine * len(among) / sum(batches.get(other, mine) for other in among) if mine and among else 1.0
+    def _count(self, worker: int) -> None:
+        """Count a worker in means, or not, as it is now."""
+        counts = worker in self.table.living and (worker in self.latest_push or not self.comes_and_goes)
+        self._counted.put(worker, self.table.batches.get(worker, 0.0) if counts else None)
 
     def _parts(self, index: int) -> Iterator[slice]:
         """Pieces to change one after the other, the whole where the algorithm does not work element by element."""

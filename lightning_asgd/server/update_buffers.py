@@ -25,6 +25,7 @@ class Buffers:
         self._codes: dict[tuple[int, int], tuple[Updates, Weights]] = {}
         self._common: dict[int, SyncPointCodec] = {}  # by fragment
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
+        self._fragments: set[int] = set()
 
     @property
     def compressed(self) -> bool:
@@ -34,6 +35,7 @@ class Buffers:
     def open(self, message: InitShard) -> bool:
         """Prepare for a worker's exchanges of a fragment; returns whether they can pass through its shared memory."""
         key, groups = (message.worker, message.fragment), message.groups
+        self._fragments.add(message.fragment)
         self._codes.pop(key, None)
         if message.compression is not None:
             self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
@@ -96,10 +98,11 @@ class Buffers:
 
     def forget(self, worker: int) -> None:
         """Release what is kept for a worker."""
-        for key in [key for key in self._blocks if key[0] == worker]:
-            self._blocks.pop(key).close()
-        for key in [key for key in self._codes if key[0] == worker]:
-            del self._codes[key]
+        for fragment in self._fragments:
+            block = self._blocks.pop((worker, fragment), None)
+            if block is not None:
+                block.close()
+            self._codes.pop((worker, fragment), None)
 
     def clear(self) -> None:
         """Release everything."""

@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch.futures import Future
 
 from lightning_asgd.protocol import Reduced
+from lightning_asgd.ranges import RangeSet
 from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
 __all__ = [
@@ -44,7 +45,7 @@ _FORGET_S = 600.0  # heartbeats come every few seconds
 _MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
 # Bytes of the largest encoded reply that is kept; to encode a larger one again takes little beside sending it.
 _KEPT = 64 << 20
-_LATE = 4096  # finished calls that are remembered per caller: a copy of one may still arrive
+_GAPS = 1024  # in the numbers of finished calls that are remembered per caller: a copy of one may still arrive
 
 
 # ---------------------------------------------------------------------- the worker's side
@@ -271,7 +272,7 @@ class LinkedTransport(Transport, Generic[_Route]):
 class _Caller:
     heard: float
     calls: dict[int, Future[Any]] = field(default_factory=dict)
-    over: dict[int, None] = field(default_factory=dict)  # in order
+    over: RangeSet = field(default_factory=RangeSet)  # numbers of finished calls: but for a few they follow each other
 
 
 class ReplyCache:
@@ -326,9 +327,9 @@ class ReplyCache:
                 del self._callers[name]
         for number in arrived:
             if known.calls.pop(number, None) is not None:
-                known.over[number] = None
-        while len(known.over) > _LATE:
-            del known.over[next(iter(known.over))]
+                known.over.add(number, number + 1)
+        while len(known.over.ranges) > _GAPS:
+            known.over.remove(*known.over.ranges[0])
         return known
 
 

@@ -149,7 +149,7 @@ class SessionClient:
 
     def note_heartbeat(self, beaten: HeartbeatReply) -> None:
         """Remember who takes part, for the replacement of a lost server."""
-        self.heard = beaten
+        self.heard = replace(beaten, living=frozenset(beaten.living), holding=frozenset(beaten.holding))
         for members in self.members:  # another process may have replaced a worker since it was lost
             members.left = {worker: why for worker, why in members.left.items() if worker not in beaten.living}
 

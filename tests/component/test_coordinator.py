@@ -421,7 +421,7 @@ def watched(workers: int, **policy: Any) -> CollectiveTable:
 def pass_time(c: CollectiveTable, until: float, *heard: int) -> list[Completion]:
     """Let time pass in steps of a second, in which some workers give signs of life."""
     due: list[Completion] = []
-    start = int(c.members._looked or 0)
+    start = int(c.members._silence._looked or 0)
     for now in range(start, int(until) + 1):
         for worker in heard:
             c.members.note_heartbeat(worker, float(now))

@@ -214,7 +214,7 @@ class World:
         """What no stranger may change."""
         members, weights = self.members, self.shard.weights
         who = members.left, members.suspected, members.catching_up, members.fenced, members.processes, members.joined
-        heard = vars(members)["_heard"].get(1)
+        heard = members.silent_s(1, 0.0)
         return fingerprint((members.session, *who, heard, weights, self.service.state.epochs))
 
     def check(self) -> None:

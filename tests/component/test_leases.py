@@ -20,6 +20,7 @@ from torch.utils.data import RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.server.lease_checks import check_epoch
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.stream_leases import leases_of
 from lightning_asgd.worker.lease_client import DataLeases
@@ -564,11 +565,11 @@ def test_progress_counts_what_has_probably_been_trained() -> None:
 def test_workers_must_have_the_same_epoch_in_mind() -> None:
     leases = Leases(Epoch("3", 8, (4, 8), b"a"))
     with pytest.raises(ProtocolError, match=r"another order of samples for epoch 3.*data='split'"):
-        leases.check(Epoch("3", 8, (4, 8), b"b"), 1)
+        check_epoch(leases.epoch, Epoch("3", 8, (4, 8), b"b"), 1)
     with pytest.raises(ProtocolError, match=r"Worker 1 counts 32 samples per optimizer step.*accumulate_grad_batches"):
-        leases.check(Epoch("3", 8, (4, 8), b"a", step=32), 1)
+        check_epoch(leases.epoch, Epoch("3", 8, (4, 8), b"a", step=32), 1)
     with pytest.raises(ProtocolError, match="Worker 1 has 9 units"):
-        leases.check(Epoch("3", 9, (4, 9), b"a"), 1)
+        check_epoch(leases.epoch, Epoch("3", 9, (4, 9), b"a"), 1)
 
 
 class Far:

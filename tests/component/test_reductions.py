@@ -114,8 +114,8 @@ def test_a_result_and_what_is_sent_of_it_do_not_grow_with_the_workers() -> None:
         for rank in range(workers):
             due = c.contribute(say(rank, reduction="sum", payload=[torch.ones(8)]), 0.0)
         header, buffers = codec.encode(values(due)[0])
-        sizes.add((len(header) // 10, sum(len(buffer) for buffer in buffers)))
-    assert len(sizes) == 1
+        sizes.add(len(header) + sum(len(buffer) for buffer in buffers))
+    assert max(sizes) - min(sizes) <= 1, "a digit more of the last rank"
 
 
 @pytest.mark.parametrize(

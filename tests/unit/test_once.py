@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -49,6 +50,35 @@ def test_a_call_that_waits_is_answered_to_all_that_ask() -> None:
     assert not any(f.done() for f in both)
     later.set_result("answer")
     assert [f.wait() for f in both] == ["answer"] * 2
+
+
+def test_calls_that_are_over_take_no_memory() -> None:
+    once, blocked = ReplyCache(), Future[int]()
+    once.answer("a", 1, [], lambda: blocked)
+    for number in range(2, 1000):
+        once.answer("a", number, [number - 1] if number > 2 else [], lambda: 0)
+    tracemalloc.start()
+    for number in range(1000, 6000):
+        once.answer("a", number, [number - 1], lambda: 0)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 20_000, f"{grown} bytes for 5,000 calls"
+    handled: list[int] = []
+    for number in (2, 1500, 5998):  # copies that come late
+        assert once.answer("a", number, [], lambda: handled.append(1)).wait() is None
+    assert not handled
+    once.answer("a", 6000, [], lambda: handled.append(2))
+    assert handled == [2]
+
+
+def test_of_calls_that_are_over_with_gaps_the_latest_are_remembered() -> None:
+    once, handled, calls = ReplyCache(), list[int](), 20_000
+    for number in range(1, calls):
+        once.answer("a", number, [], lambda: 0)
+        once.forget("a", [number] if number % 2 else [])
+    for number in (calls - 1, calls - 101):
+        once.answer("a", number, [], lambda: handled.append(1))
+    assert not handled
 
 
 def test_an_error_is_an_answer_too() -> None:

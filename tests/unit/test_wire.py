@@ -52,6 +52,47 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        tuple((i, i + 3) for i in range(0, 9000, 5)),
+        {i: 7 * i for i in range(2000)},
+        {i: f"worker {i}" for i in range(2000)},
+        list(range(2000)),
+        tuple(range(2000)),
+        frozenset(range(2000)),
+        ((1, 2.5), (None, "x"), (True, False)),
+        ((1, 2), (3, [4])),
+        tuple((i, 1 << 70) for i in range(100)),
+        tuple((i, bool(i)) for i in range(100)),
+        {i: i > 5 for i in range(100)},
+        {i: i / 3 for i in range(100)},
+        {"M": 5},
+        ((1, 2), (3, 4, 5)),
+        ((1, 2), [3, 4]),
+        {1: [2], (3,): 4},
+        (),
+        ((), ()),
+        {},
+    ],
+)
+def test_many_plain_values(value: Any) -> None:
+    """They are not looked at one by one where JSON knows them."""
+    back = there_and_back({"value": value})["value"]
+    assert back == value
+    assert type(back) is type(value)
+    assert [type(item) for item in back] == [type(item) for item in value]
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "header", ['["P", [1, 2, 3]]', '["P", [1, [2]]]', '["P", {"1": 2}]', '["P", 5]', '["D", [[1]]]']
+)
+def test_what_are_no_pairs_is_an_error(header: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode(header.encode(), [])
+
+
 @given(PLAIN)
 def test_plain_values(value: Any) -> None:
     back = there_and_back(value)
