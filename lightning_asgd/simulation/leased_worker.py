@@ -188,8 +188,7 @@ class LeasedWorker(SimulatedWorker):
 
     def _hear(self, future: Future[Any]) -> None:
         answer = future.value()
-        if isinstance(answer, HeartbeatReply):
-            self._client.note_heartbeat(answer)
+        if isinstance(answer, HeartbeatReply):  # what it says of the others is for lost servers
             self._heard += len(answer.news)
 
     def leave(self) -> None:

@@ -32,7 +32,7 @@ from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.connection import COORDINATOR, Connection
 from lightning_asgd.worker.session_client import SessionClient
 
-__all__ = ["WORKERS", "measure"]
+__all__ = ["WORKERS", "ServerProcess", "measure", "server_process"]
 
 WORKERS = (16, 64, 256, 1024)
 _STEPS, _BATCH = 6, 32  # of a simulated worker's part of an epoch, and samples of a step
@@ -115,7 +115,7 @@ def _of_service(workers: int) -> ServerCosts:
 
 
 @dataclass
-class _Server:
+class ServerProcess:
     """A server process, and a worker's connection to it."""
 
     transport: Transport
@@ -154,7 +154,7 @@ class _Server:
 
 
 @contextmanager
-def _server() -> Iterator[_Server]:
+def server_process() -> Iterator[ServerProcess]:
     """Start a server process, and end it."""
     name = "zmq"
     try:
@@ -171,7 +171,7 @@ def _server() -> Iterator[_Server]:
         address = rendezvous.get(key, "A server", _START_S, supervisor.check_servers)["address"]
         transport = registry.kind_of(name).connect([address], "lo")
         try:
-            yield _Server(transport, psutil.Process(pid))
+            yield ServerProcess(transport, psutil.Process(pid))
         finally:
             transport.close()
     finally:
@@ -180,7 +180,7 @@ def _server() -> Iterator[_Server]:
 
 def _of_process() -> ServerCosts:
     """What heartbeats and exchanges cost a server process that has one worker."""
-    with _server() as server:
+    with server_process() as server:
         connection, exchange = server.worker(_SCALARS)
         beat_s = server.cpu_s(lambda: connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
         small_s = server.cpu_s(exchange)
