@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale predicted regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -102,6 +102,10 @@ ray: $(VENV)/.installed-dev ## a Ray cluster on this machine: accuracy, lost nod
 
 scale: $(VENV)/.installed-dev ## CPU time of a claim, an exchange, ... on the servers with 16 to 1,024 workers
 	@$(RUN) benchmarks/scale.py --picture results/scale.png
+
+predicted: $(VENV)/.installed-examples ## what plan and the simulator predict, beside real steps, jobs and servers
+	@$(RUN) benchmarks/predicted_jobs.py
+	@$(RUN) benchmarks/predicted.py
 
 layerwise: $(VENV)/.installed-examples ## layer-wise descent beside DDP, also on slow networks (as root): about 40 minutes
 	@$(RUN) benchmarks/layerwise.py
