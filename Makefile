@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -106,6 +106,10 @@ scale: $(VENV)/.installed-dev ## CPU time of a claim, an exchange, ... on the se
 
 crowd: $(VENV)/.installed-dev ## 64 workers on two cores, of which 100 are killed and replaced: half an hour; MINUTES=
 	@$(RUN) benchmarks/crowd.py $(if $(MINUTES),--minutes $(MINUTES))
+
+predicted: $(VENV)/.installed-examples ## what plan and the simulator predict, beside real steps, jobs and servers
+	@$(RUN) benchmarks/predicted_jobs.py
+	@$(RUN) benchmarks/predicted.py
 
 layerwise: $(VENV)/.installed-examples ## layer-wise descent beside DDP, also on slow networks (as root): about 40 minutes
 	@$(RUN) benchmarks/layerwise.py

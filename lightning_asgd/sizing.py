@@ -7,7 +7,7 @@ away from training. An exchange needs
 
 * :math:`x = S / B_w` seconds on its worker's link, in each direction,
 * :math:`y = S / (M B_s)` seconds on every server's link, in each direction,
-* :math:`z` seconds of every server's work.
+* :math:`z` seconds of every server's work, some of them whatever its bytes are.
 
 A server works on one exchange after the other. A link's two directions do not disturb each other, and the links of a
 worker and a server work at the same time, so that the slower one sets the pace. :mod:`lightning_asgd.simulation`
@@ -25,12 +25,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.server_costs import ServerCosts
 from lightning_asgd.validation import at_least, whole
 
 __all__ = [
     "WORKER_VECTORS",
     "IslandMemory",
     "Job",
+    "coordinator_use",
     "cycle_s",
     "efficiency",
     "hidden_nsync",
@@ -51,6 +53,8 @@ __all__ = [
 
 WORKER_VECTORS = 3  # base, wire, and what was fetched last: docs/architecture.md, "Memory"
 STAGED_BYTES = 1 << 26  # on the device with offload, at most
+_CLAIM_S = 0.5  # of work at most in a lease: `server/self_scheduling.py`
+_BEATS = 5  # in a failure timeout: `worker/session_client.py`
 _ROUNDING = 1e-9  # of quotients that are whole numbers but for floating point
 
 
@@ -71,6 +75,7 @@ class Job:
         sent: bytes that are sent one way, as a share of ``parameter_bytes``: below 1 with compression.
         exchange_s: seconds that training pauses per exchange, to pack an update and to merge a reply.
         server_gbyte_s: parameters that one server takes up and answers in a second, in GB.
+        exchange_work_s: seconds that a server works on an exchange, however few its bytes are.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -87,6 +92,7 @@ class Job:
     sent: float = 1.0
     exchange_s: float = 0.0
     server_gbyte_s: float = math.inf
+    exchange_work_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -110,7 +116,7 @@ class Job:
     @property
     def server_work_s(self) -> float:
         """Seconds that a server works on an exchange: :math:`z`."""
-        return self.parameter_bytes / (self.servers * self.server_gbyte_s * 1e9)
+        return self.exchange_work_s + self.parameter_bytes / (self.servers * self.server_gbyte_s * 1e9)
 
 
 def round_trip_s(job: Job) -> float:
@@ -184,8 +190,8 @@ def hidden_nsync(job: Job) -> int:
 def least_servers(job: Job) -> int | None:
     r"""The smallest number of servers that keeps exchanges hidden with the job's ``nsync``.
 
-    :func:`round_trip_s` :math:`\leq n T`, solved for :math:`M`: with :math:`s = S / B_s`, :math:`q = M z` and
-    :math:`D = n T - 2 l`,
+    :func:`round_trip_s` :math:`\leq n T`, solved for :math:`M`: with :math:`s = S / B_s`, :math:`z = w + q / M` and
+    :math:`D = n T - 2 l - N w`, where :math:`w` seconds of a server's work do not depend on the bytes,
 
     .. math:: M \geq \max\left(\frac{N (2 s + q)}{D}, \frac{2 (N - 1) s + N q}{D - 2 x}\right)
 
@@ -193,12 +199,13 @@ def least_servers(job: Job) -> int | None:
     :math:`M \geq 2 S N / (B_s T)` (2 for push and fetch), for a period of :math:`n` steps instead of one.
 
     Returns:
-        their number; None if no number will do, since a worker's own link or the latency takes too long.
+        their number; None if no number will do, since a worker's own link, the latency, or the work that does not
+        depend on the bytes takes too long.
     """
-    one, workers = replace(job, servers=1), job.workers
+    one, workers = replace(job, servers=1, exchange_work_s=0.0), job.workers
     s, q = one.server_transfer_s, one.server_work_s
     beside_own = 2 * (workers - 1) * s + workers * q
-    left_s = job.period_s - 2 * job.latency_s
+    left_s = job.period_s - 2 * job.latency_s - workers * job.exchange_work_s
     beside_own_s = left_s - 2 * job.worker_transfer_s
     if left_s <= 0 or beside_own_s < 0 or (beside_own > 0 and beside_own_s == 0):
         return None
@@ -213,6 +220,26 @@ def server_link_use(job: Job) -> float:
 def server_use(job: Job) -> float:
     r"""Share of the time in which a server works: :math:`N z` / :func:`cycle_s`."""
     return job.workers * job.server_work_s / cycle_s(job)
+
+
+def coordinator_use(job: Job, costs: ServerCosts, silence_s: float = 10.0) -> float:
+    r"""Share of a core that all messages to the coordinator take: its part of exchanges, lease requests, heartbeats.
+
+    .. math:: N \left(\frac{z}{C} + \frac{c_l}{\max(T, 0.5 s)} + \frac{5 c_b}{\text{silence}}\right)
+
+    with :math:`C` = :func:`cycle_s`, at most a lease request of :math:`c_l` seconds for every step, or for half a
+    second of work, and five heartbeats of :math:`c_b` seconds in ``silence_s``.
+
+    Args:
+        job: the job.
+        costs: what messages cost with that many workers.
+        silence_s: see :class:`~lightning_asgd.Timeouts`.
+
+    Returns:
+        1 where the coordinator has no time left.
+    """
+    claims, beats = costs.claim_s / max(job.step_s, _CLAIM_S), _BEATS * costs.beat_s / silence_s
+    return job.workers * (job.server_work_s / cycle_s(job) + claims + beats)
 
 
 def worker_link_use(job: Job) -> float:
@@ -345,7 +372,7 @@ def _exposed_s(job: Job) -> float:
 
 
 _WHOLE = ("workers", "servers", "nsync")
-_MAY_BE_ZERO = ("latency_s", "exchange_s")
+_MAY_BE_ZERO = ("latency_s", "exchange_s", "exchange_work_s")
 _MAY_BE_INFINITE = ("worker_gbit_s", "server_gbit_s", "server_gbyte_s")
 
 

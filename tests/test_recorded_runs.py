@@ -143,7 +143,9 @@ def simulations() -> dict[str, Callable[[], Simulation]]:
 
 def simulated(plan: Simulation) -> Record:
     report = plan.run()
-    counted = [vars(worker) for worker in report.workers] + [[point.time_s, point.steps] for point in report.losses]
+    assert not any(worker.lease_wait_s for worker in report.workers)  # data are not leased here
+    workers = [{k: v for k, v in vars(worker).items() if k != "lease_wait_s"} for worker in report.workers]
+    counted = [*workers, *([point.time_s, point.steps] for point in report.losses)]
     return {
         "weights": digest([report.weights]),
         "time_s": report.time_s,

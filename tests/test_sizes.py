@@ -94,7 +94,8 @@ TOOLS = {
 # 62 of the core are metrics' states, reduced as torchmetrics does for all dtypes, and tensors that cannot be sent.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
 # 153 of the core are changes of members one by one, exact sums of batch sizes, silence, long lists in messages.
-LINES = {"core": 32_345, "engines": 1_097, "tools": 8_330}
+# 835 of the tools are simulated leases and faults, what messages cost a server, and times that end where that does.
+LINES = {"core": 32_345, "engines": 1_097, "tools": 9_165}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

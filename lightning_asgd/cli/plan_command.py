@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_asgd import sizing
 from lightning_asgd.cli.console_tables import console, in_bytes, in_seconds, table
-from lightning_asgd.cli.user_code import module_and_loader
+from lightning_asgd.cli.measured_module import MeasuredModule, batch_table, measure_module, print_choice
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.mini_batch import RECOMPUTED, Choice, check_solver, choose_ways
 from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
+from lightning_asgd.server_costs import RECORDED, Calibration
 from lightning_asgd.sizing import Job
 from lightning_asgd.validation import at_least, whole
 
@@ -45,7 +45,8 @@ def plan(
     latency_s: float = 0.0,
     sent: float = 1.0,
     exchange_s: float = 0.0,
-    server_gbyte_s: float = math.inf,
+    server_gbyte_s: float | None = None,
+    measure: bool = False,
     island: int = 0,
     simulate: int = 100,
     picture: Path | None = None,
@@ -53,6 +54,7 @@ def plan(
     """Print how well a job scales, and what it needs.
 
     Describe the job by numbers (--parameters, --step-s, --batch-size), or give a LightningModule to measure (--module).
+    Memory is counted. Times follow from what messages cost the servers, and end where that was not measured.
 
     Args:
         link_gbit_s: speed of a server's link in Gbit/s, in each direction.
@@ -71,17 +73,18 @@ def plan(
         latency_s: seconds of a small message, one way.
         sent: share of the parameters' bytes that is sent, such as 0.5 with bf16.
         exchange_s: seconds that training pauses for each exchange.
-        server_gbyte_s: GB of parameters that a server can take in and send back per second.
+        server_gbyte_s: GB of parameters that a server can take in and send back per second. The default is measured.
+        measure: measure what messages cost a server on this machine, which takes some 15 seconds.
         island: devices of an island, among which FSDP2 divides the model: what each device and its host need.
         simulate: largest number of workers to simulate.
         picture: PNG file for a picture of the scaling.
     """
     _check(locals())
-    if (measured := None if module is None else _measured(module, batch_sizes or [], memory_gb)) is not None:
+    if (measured := None if module is None else measure_module(module, batch_sizes or [], memory_gb)) is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes / 4, 4, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
-    job = _job(locals() | given)
-    output = _print(job, given["batch_size"], measured, simulate, picture)
+    scaling = _Scaling(_job(locals() | given), _calibration() if measure else RECORDED)
+    output = _print(scaling, given["batch_size"], measured, simulate, picture)
     if island:
         output.print(_memory_of_islands(given["parameters"], bytes_per_parameter, island))
     return 0
@@ -92,6 +95,8 @@ def _check(given: dict[str, Any]) -> None:
     for name in ("link_gbit_s", "worker_link_gbit_s", "bytes_per_parameter", "parameters", "batch_size"):
         if given[name] is not None:
             at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))
+    if given["server_gbyte_s"] is not None:
+        at_least("server_gbyte_s", given["server_gbyte_s"], 0, above=True)
     whole("simulate", given["simulate"], 0)
     whole("island", given["island"], 0)
     if given["memory_gb"] is not None:
@@ -110,8 +115,9 @@ def _check(given: dict[str, Any]) -> None:
 
 def _job(given: dict[str, Any]) -> Job:
     link = given["link_gbit_s"]
-    names = "step_s", "workers", "servers", "nsync", "latency_s", "sent", "exchange_s", "server_gbyte_s"
+    names = "step_s", "workers", "servers", "nsync", "latency_s", "sent", "exchange_s"
     return Job(
+        server_gbyte_s=given["server_gbyte_s"] or math.inf,
         parameter_bytes=given["parameters"] * given["bytes_per_parameter"],
         worker_gbit_s=given["worker_link_gbit_s"] or link,
         server_gbit_s=link,
@@ -130,186 +136,151 @@ def _all_given(**numbers: Any) -> dict[str, Any]:
     return numbers
 
 
-def _print(job: Job, batch_size: int, measured: _Measured | None, simulate: int, picture: Path | None) -> Console:
+@dataclass(frozen=True)
+class _Scaling:
+    """A job with other numbers of workers, as far as it is known what these cost the servers."""
+
+    job: Job
+    calibration: Calibration
+
+    def at(self, workers: int) -> Job | None:
+        """The job with that many workers, and what exchanges cost the servers then; None if that was not measured."""
+        costs = self.calibration.at(workers)
+        if costs is None:
+            return None
+        gbyte_s = costs.gbyte_s if math.isinf(self.job.server_gbyte_s) else self.job.server_gbyte_s
+        return replace(self.job, workers=workers, exchange_work_s=costs.exchange_s, server_gbyte_s=gbyte_s)
+
+    def coordinator_use(self, job: Job) -> float:
+        """Share of a core that the coordinator needs."""
+        costs = self.calibration.at(job.workers)
+        return math.nan if costs is None else sizing.coordinator_use(job, costs)
+
+    def efficiency(self, job: Job) -> float:
+        """Share of time in which workers train: at most as much as the coordinator allows."""
+        return sizing.efficiency(job) / max(1.0, self.coordinator_use(job))
+
+    @property
+    def limit(self) -> str:
+        """Up to where times are known."""
+        return f"not calibrated beyond {self.calibration.most:,} workers"
+
+
+def _calibration() -> Calibration:
+    from lightning_asgd.simulation.measured_costs import measure
+
+    return measure()
+
+
+def _print(
+    scaling: _Scaling, batch_size: int, measured: MeasuredModule | None, simulate: int, picture: Path | None
+) -> Console:
     output = console()
     if measured is not None:
-        output.print(_batches(measured, batch_size))
+        output.print(batch_table(measured, batch_size))
         if measured.choices:
-            _print_choice(output, measured.choices[batch_size])
-    simulated = _simulated(job, simulate)
-    output.print(_answers(job, batch_size, simulated))
-    output.print(_speeds(job, batch_size, simulated))
-    output.print(_needs(job))
+            print_choice(output, measured.choices[batch_size])
+    simulated = _simulated(scaling, simulate)
+    output.print(_answers(scaling, batch_size, simulated))
+    output.print(_costs(scaling))
+    output.print(_speeds(scaling, batch_size, simulated))
+    output.print(_needs(scaling))
+    output.print(f"Times: {scaling.limit}.", *_advice(scaling))
     if picture is not None:
-        _draw(job, simulated, picture)
+        _draw(scaling, simulated, picture)
         output.print(f"picture: {picture}")
     return output
 
 
-# ---------------------------------------------------------------------- a module that is measured
-
-
-@dataclass(frozen=True)
-class _Measured:
-    parameter_bytes: int
-    step_s: dict[int, float]  # by batch size
-    choices: dict[int, Choice | None] = field(default_factory=dict)  # by batch size, if the memory is limited
-
-    @property
-    def recommended(self) -> tuple[int, float]:
-        """A batch size, and seconds per step with it."""
-        fitting = {size: choice.seconds for size, choice in self.choices.items() if choice is not None}
-        if self.choices and not fitting:
-            raise ConfigurationError(
-                f"No batch size of {sorted(self.choices)} fits into --memory-gb, whichever layers are recomputed. "
-                "Expected more memory, or smaller batches."
-            )
-        step_s = fitting or self.step_s
-        size = sizing.recommended_batch_size(step_s)
-        return size, step_s[size]
-
-
-def _measured(reference: str, batch_sizes: list[int], memory_gb: float | None) -> _Measured:
-    """Time a module's step with the batches of its loader, or with batches of these sizes."""
-    from lightning_asgd.timing import TrainingStep, seconds_per_step
-
-    module, loader = module_and_loader(reference)
-    step = TrainingStep(module)
-    batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): next(iter(loader))}
-    tensors = [p for p in module.parameters() if p.requires_grad]
-    tensors += [b for b in module.buffers() if b.is_floating_point()]
-    exchanged = sum(t.nbytes for t in tensors)
-    if memory_gb is None:
-        return _Measured(exchanged, {size: seconds_per_step(step, batch) for size, batch in batches.items()})
-    from torch import OutOfMemoryError
-
-    from lightning_asgd.layer_profile import profile_step
-
-    check_solver()
-    beside = sizing.WORKER_VECTORS * exchanged if step.device.type == "cpu" else 0
-    step_s: dict[int, float] = {}
-    choices: dict[int, Choice | None] = {}
-    for size, batch in batches.items():
-        try:
-            profile = profile_step(step, batch, beside)
-        except OutOfMemoryError:
-            step_s[size], choices[size] = math.nan, None
-        else:
-            step_s[size], choices[size] = profile.seconds, choose_ways(profile, memory_gb * 1e9)
-    return _Measured(exchanged, step_s, choices)
-
-
-def _size(loader: Any) -> int:
-    if not loader.batch_size:
-        raise ConfigurationError(f"{loader!r} has no batch_size. Expected a loader with one, or batch_sizes.")
-    return int(loader.batch_size)
-
-
-def _batch(loader: Any, size: int) -> Any:
-    """The dataset's first samples, over and over if there are not enough."""
-    from torch.utils.data import IterableDataset
-
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        raise ConfigurationError(
-            f"{dataset!r} cannot be indexed, so batch_sizes={size} cannot be tried. Expected a map-style dataset."
-        )
-    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
+def _advice(scaling: _Scaling) -> list[str]:
+    return ["--measure measures this machine."] if scaling.calibration is RECORDED else []
 
 
 # ---------------------------------------------------------------------- tables
 
 
-def _simulated(job: Job, most: int) -> dict[int, float]:
+def _simulated(scaling: _Scaling, most: int) -> dict[int, float]:
     """Simulated efficiency by number of workers."""
     if most < 1:
         return {}
     from lightning_asgd.simulation.forecast import simulated_efficiency
 
-    numbers = sorted({w for w in (*_WORKERS, job.workers) if w <= most})
-    return {w: simulated_efficiency(replace(job, workers=w)) for w in numbers}
+    jobs = [scaling.at(w) for w in sorted({*_WORKERS, scaling.job.workers}) if w <= most]
+    return {job.workers: simulated_efficiency(job) for job in jobs if job is not None}
 
 
-def _batches(measured: _Measured, recommended: int) -> Table:
-    limited = ("memory", "layers recomputed") if measured.choices else ()
-    made = table("Batch size, measured", "samples", "seconds per step", "samples/s", *limited, "")
-    for size, seconds in measured.step_s.items():
-        mark = "recommended" if size == recommended and len(measured.step_s) > 1 else ""
-        if measured.choices and (choice := measured.choices[size]) is None:
-            why = "out of memory" if math.isnan(seconds) else "does not fit"
-            made.add_row(f"{size:,}", "", "", why, "", "")
-            continue
-        cells: list[str] = []
-        if measured.choices and choice is not None:
-            seconds = choice.seconds
-            cells = [in_bytes(choice.memory), f"{len(choice.named(RECOMPUTED))} of {len(choice.ways)}"]
-        made.add_row(f"{size:,}", f"{seconds:.4g}", f"{size / seconds:,.0f}", *cells, mark)
-    return made
-
-
-def _print_choice(output: Any, choice: Choice | None) -> None:
-    """Say how a module is made to recompute the layers that were chosen."""
-    names = [] if choice is None else choice.named(RECOMPUTED)
-    if names:
-        output.print("\nTo recompute these layers, call this at the end of the module's __init__:\n")
-        output.print("  from lightning_asgd.layer_profile import recompute")
-        output.print(f"  recompute(self, {names})\n", soft_wrap=True)
-
-
-def _answers(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
-    servers = sizing.least_servers(job)
-    ratio = sizing.overhead_ratio(job)
+def _answers(scaling: _Scaling, batch_size: int, simulated: dict[int, float]) -> Table:
+    given, job = scaling.job, scaling.at(scaling.job.workers)
     rows = {
-        "an exchange sends, each way": in_bytes(job.sent * job.parameter_bytes),
-        "a step takes": in_seconds(job.step_s),
-        "between two exchanges": f"{job.nsync} steps, {in_seconds(job.period_s)}",
-        "an exchange is answered after": f"{in_seconds(sizing.round_trip_s(replace(job, workers=1)))} alone, "
-        f"{in_seconds(sizing.round_trip_s(job))} at most",
-        "efficiency, if nsync is kept": f"{sizing.efficiency(job):.1%}"
-        + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
-        "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
-        "samples/s together, if nsync is kept": f"{_samples_per_s(job, batch_size):,.0f}",
-        "efficiency in lock-step, nsync=1": f"{sizing.synchronous_efficiency(ratio, job.workers):.1%}",
-        "communication / computation there": f"{ratio:.2g}",
-        "smallest nsync that stays hidden": f"{sizing.hidden_nsync(job):,}",
-        f"least servers with nsync={job.nsync}": _count(servers),
-        "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
-        "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
-        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(job))} beyond one device's",
-        "memory of a server": f"{in_bytes(sizing.server_memory_bytes(job))} at most",
+        "an exchange sends, each way": in_bytes(given.sent * given.parameter_bytes),
+        "a step takes": in_seconds(given.step_s),
+        "between two exchanges": f"{given.nsync} steps, {in_seconds(given.period_s)}",
+        **({"times": scaling.limit} if job is None else _times(scaling, job, batch_size, simulated)),
+        "memory of a worker": f"{in_bytes(sizing.worker_memory_bytes(given))} beyond one device's",
+        "memory of a server": f"{in_bytes(sizing.server_memory_bytes(given))} at most",
     }
-    if not math.isinf(job.server_gbyte_s):
-        rows["use of a server's processor"] = f"{sizing.server_use(job):.1%}"
-    made = table(f"{_of(job.workers, 'worker')}, {_of(job.servers, 'server')}", "", "")
+    made = table(f"{_of(given.workers, 'worker')}, {_of(given.servers, 'server')}", "", "")
     for name, value in rows.items():
         made.add_row(name, value)
     return made
 
 
-def _speeds(job: Job, batch_size: int, simulated: dict[int, float]) -> Table:
+def _times(scaling: _Scaling, job: Job, batch_size: int, simulated: dict[int, float]) -> dict[str, str]:
+    """What follows from the time that exchanges take."""
+    ratio, efficiency = sizing.overhead_ratio(job), scaling.efficiency(job)
+    return {
+        "an exchange is answered after": f"{in_seconds(sizing.round_trip_s(replace(job, workers=1)))} alone, "
+        f"{in_seconds(sizing.round_trip_s(job))} at most",
+        "efficiency, if nsync is kept": f"{efficiency:.1%}"
+        + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
+        "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
+        "samples/s together, if nsync is kept": f"{_samples_per_s(scaling, job, batch_size):,.0f}",
+        "efficiency in lock-step, nsync=1": f"{sizing.synchronous_efficiency(ratio, job.workers):.1%}",
+        "communication / computation there": f"{ratio:.2g}",
+        "smallest nsync that stays hidden": f"{sizing.hidden_nsync(job):,}",
+        f"least servers with nsync={job.nsync}": _count(sizing.least_servers(job)),
+        "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
+        "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
+        "use of a server's core": f"{sizing.server_use(job):.1%}, of the coordinator's "
+        f"{scaling.coordinator_use(job):.1%}",
+    }
+
+
+def _costs(scaling: _Scaling) -> Table:
+    """What was measured."""
+    calibration, headings = scaling.calibration, ("claim", "exchange", "heartbeat", "GB/s")
+    made = table(f"Milliseconds of a server's core, {calibration.machine}", "workers", *headings)
+    for workers, costs in sorted(calibration.by_workers.items()):
+        cells = (f"{1000 * s:.2f}" for s in (costs.claim_s, costs.exchange_s, costs.beat_s))
+        made.add_row(f"{workers:,}", *cells, f"{costs.gbyte_s:.2f}")
+    return made
+
+
+def _speeds(scaling: _Scaling, batch_size: int, simulated: dict[int, float]) -> Table:
     return _by_workers(
-        f"Speed with {_of(job.servers, 'server')} and nsync={job.nsync}",
-        job,
+        f"Speed with {_of(scaling.job.servers, 'server')} and nsync={scaling.job.nsync}",
+        scaling,
         {
-            "samples/s": lambda j: f"{_samples_per_s(j, batch_size):,.0f}",
-            "efficiency": lambda j: f"{sizing.efficiency(j):.1%}",
+            "samples/s": lambda j: f"{_samples_per_s(scaling, j, batch_size):,.0f}",
+            "efficiency": lambda j: f"{scaling.efficiency(j):.1%}",
             "simulated": lambda j: f"{simulated[j.workers]:.1%}" if j.workers in simulated else "",
+            "coordinator": lambda j: f"{scaling.coordinator_use(j):.1%}",
             "in lock-step": lambda j: f"{sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers):.1%}",
         },
     )
 
 
-def _needs(job: Job) -> Table:
+def _needs(scaling: _Scaling) -> Table:
     return _by_workers(
         "What that takes",
-        job,
+        scaling,
         {
             "steps\ntaken": lambda j: f"{sizing.steps_between_exchanges(j):,}",
             "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
             "least\nservers": lambda j: _count(sizing.least_servers(j)),
             "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
-            "server's\nmemory": lambda j: in_bytes(sizing.server_memory_bytes(j)),
         },
+        lambda j: in_bytes(sizing.server_memory_bytes(j)),
     )
 
 
@@ -329,16 +300,24 @@ def _short(number: float) -> str:
     return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
-def _by_workers(title: str, job: Job, columns: dict[str, Callable[[Job], str]]) -> Table:
-    made = table(title, "workers", *columns)
-    for workers in sorted({*_WORKERS, job.workers}):
-        cells = (cell(replace(job, workers=workers)) for cell in columns.values())
-        made.add_row(f"{workers:,}", *cells, style="bold" if workers == job.workers else "")
+def _by_workers(
+    title: str, scaling: _Scaling, times: dict[str, Callable[[Job], str]], memory: Callable[[Job], str] | None = None
+) -> Table:
+    """Times by number of workers, as far as they are known, and memory."""
+    made = table(title, "workers", *times, *(() if memory is None else ("server's\nmemory",)))
+    for workers in sorted({*_WORKERS, scaling.job.workers}):
+        job = scaling.at(workers)
+        if job is None and memory is None:
+            continue
+        cells = ["" for _ in times] if job is None else [cell(job) for cell in times.values()]
+        if memory is not None:
+            cells.append(memory(replace(scaling.job, workers=workers)))
+        made.add_row(f"{workers:,}", *cells, style="bold" if workers == scaling.job.workers else "")
     return made
 
 
-def _samples_per_s(job: Job, batch_size: int) -> float:
-    return job.workers * sizing.efficiency(job) * batch_size / job.step_s
+def _samples_per_s(scaling: _Scaling, job: Job, batch_size: int) -> float:
+    return job.workers * scaling.efficiency(job) * batch_size / job.step_s
 
 
 def _count(servers: int | None) -> str:
@@ -352,13 +331,14 @@ def _of(count: int, thing: str) -> str:
 # ---------------------------------------------------------------------- picture
 
 
-def _draw(job: Job, simulated: dict[int, float], file: Path) -> None:
-    plt, asgd = pyplot(), SYSTEM_COLOURS["A-SGD"]
-    numbers = sorted({round(10 ** (e / 20)) for e in range(81)})
-    jobs = [replace(job, workers=n) for n in numbers]
+def _draw(scaling: _Scaling, simulated: dict[int, float], file: Path) -> None:
+    plt, asgd, job = pyplot(), SYSTEM_COLOURS["A-SGD"], scaling.job
+    asked = (scaling.at(n) for n in sorted({round(10 ** (e / 20)) for e in range(81)}))
+    jobs = [each for each in asked if each is not None]
+    numbers = [each.workers for each in jobs]
     lock_step = [sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers) for j in jobs]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.plot(numbers, [sizing.efficiency(j) for j in jobs], color=asgd, label=f"A-SGD, nsync={job.nsync}")
+    left.plot(numbers, [scaling.efficiency(j) for j in jobs], color=asgd, label=f"A-SGD, nsync={job.nsync}")
     left.plot([*simulated], [*simulated.values()], "o", color=asgd, mfc="white", label="the same, simulated")
     left.plot(numbers, lock_step, "--", color=SYSTEM_COLOURS["DDP"], label="in lock-step, every step")
     left.set_ylabel("efficiency")

@@ -3,25 +3,30 @@
 Every worker and every server has a link of its own, whose two directions do not disturb each other. A message goes out
 over its sender's link and comes in over its receiver's. A link sends one message after the other, in the order in which
 they arrive; the two links of a message work at the same time, so that the slower one sets its pace. Only tensors have
-bytes: what a small message costs is latency.
+bytes: what a small message costs is latency. Lease requests and heartbeats do not wait behind tensors, since real ones
+have a connection of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.protocol import Exchange, InitShard, Join, Reply
+from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, LeaseRequest, OpenEpoch, Reply
+from lightning_asgd.server_costs import ServerCosts
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.validation import at_least
 
 __all__ = ["Link", "Network", "Wires"]
+
+_AT_ONCE = Join, InitShard, OpenEpoch
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Network:
     Args:
         workers: the link of every worker, or one per worker.
         servers: the link of every server, or one per server.
-        service_s: seconds that a server works on a message; it works on one at a time.
+        service_s: seconds that a server works on a message, or what each kind costs; it works on one at a time.
 
     Raises:
         ConfigurationError: a value is of the wrong type or out of range.
@@ -59,10 +64,11 @@ class Network:
 
     workers: Link | Sequence[Link] = field(default_factory=Link)
     servers: Link | Sequence[Link] = field(default_factory=Link)
-    service_s: float = 0.0
+    service_s: float | ServerCosts = 0.0
 
     def __post_init__(self) -> None:
-        at_least("Network(service_s)", self.service_s, 0, finite=True)
+        if not isinstance(self.service_s, ServerCosts):
+            at_least("Network(service_s)", self.service_s, 0, finite=True)
         for name in ("workers", "servers"):
             links = getattr(self, name)
             if not all(isinstance(link, Link) for link in ([links] if isinstance(links, Link) else links)):
@@ -97,22 +103,40 @@ class _Direction:
         self.nbytes = 0
         self._free_at = 0.0
 
-    def send(self, nbytes: int, first: float, last: float) -> tuple[float, float]:
-        """Send a message whose first and last byte are there at these times.
+    def send(self, nbytes: int, first: float, last: float, *, urgent: bool = False) -> tuple[float, float]:
+        """Send a message whose first and last byte are there at these times; an ``urgent`` one waits for no other.
 
         Returns:
             when the first and the last byte have reached the other end.
         """
+        if urgent:
+            return first + self.link.latency_s, last + self.link.latency_s
         begun = max(first, self._free_at)
         self._free_at = begun + nbytes / self.link.bandwidth
         self.nbytes += nbytes
         return begun + self.link.latency_s, max(self._free_at, last) + self.link.latency_s
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A message on its way."""
+
+    worker: int
+    server: int
+    message: Any
+    nbytes: int
+    future: Future[Any]
+
+    @property
+    def urgent(self) -> bool:
+        return getattr(self.message, "urgent", False)
+
+
 class Wires:
     """A network at work.
 
     Until :meth:`begin` is called messages take no time and count no bytes: the start of a session is not simulated.
+    Nor is the beginning of an epoch.
 
     Args:
         clock: virtual time.
@@ -133,12 +157,20 @@ class Wires:
         ends, hubs = network.links("workers", workers), network.links("servers", len(self.handlers))
         self.to_network, self.to_worker = [_Direction(e) for e in ends], [_Direction(e) for e in ends]
         self.to_server, self.from_server = [_Direction(h) for h in hubs], [_Direction(h) for h in hubs]
+        self.worked_s = [0.0] * len(self.handlers)  # by each server
         self._service_s = network.service_s
         self._idle_at = [0.0] * len(self.handlers)
 
     def begin(self) -> None:
         """From now on messages take time."""
         self.begun = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Meanwhile messages take no time: a worker joins."""
+        begun, self.begun = self.begun, False
+        yield
+        self.begun = begun
 
     def transport(self, worker: int) -> Transport:
         """A worker's connection to the servers."""
@@ -151,46 +183,58 @@ class Wires:
         if isinstance(message, Exchange) and message.update is not None:
             message = replace(message, update=tuple(t.clone() for t in message.update))
             nbytes = sum(t.nbytes for t in message.update)
-        if not self.begun or isinstance(message, (Join, InitShard)):
+        if not self.begun or isinstance(message, _AT_ONCE):
             self._when_answered(self.handlers[server](message), future.set_result)
             return future
+        sent = _Sent(worker, server, message, nbytes, future)
         now = self.clock.now
-        first, last = self.to_network[worker].send(nbytes, now, now)
-        self.clock.at(first, lambda: self._come_in(worker, server, message, nbytes, last, future))
+        first, last = self.to_network[worker].send(nbytes, now, now, urgent=sent.urgent)
+        self.clock.at(first, lambda: self._come_in(sent, last))
         return future
 
-    def _come_in(self, worker: int, server: int, message: Any, nbytes: int, last: float, future: Future[Any]) -> None:
+    def _come_in(self, sent: _Sent, last: float) -> None:
         """The first byte has reached the server's link."""
-        _, there = self.to_server[server].send(nbytes, self.clock.now, last)
-        self.clock.at(there, lambda: self._arrive(worker, server, message, future))
+        _, there = self.to_server[sent.server].send(sent.nbytes, self.clock.now, last, urgent=sent.urgent)
+        self.clock.at(there, lambda: self._arrive(sent))
 
-    def _arrive(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
+    def _arrive(self, sent: _Sent) -> None:
         """The message has arrived: the server handles it after the earlier ones."""
-        done = max(self.clock.now, self._idle_at[server]) + self._service_s
-        self._idle_at[server] = done
+        work_s = self._work_s(sent)
+        done = max(self.clock.now, self._idle_at[sent.server]) + work_s
+        self._idle_at[sent.server] = done
+        self.worked_s[sent.server] += work_s
         if done > self.clock.now:
-            self.clock.at(done, lambda: self._handle(worker, server, message, future))
+            self.clock.at(done, lambda: self._handle(sent))
         else:
-            self._handle(worker, server, message, future)
+            self._handle(sent)
 
-    def _handle(self, worker: int, server: int, message: Any, future: Future[Any]) -> None:
+    def _work_s(self, sent: _Sent) -> float:
+        costs = self._service_s
+        if not isinstance(costs, ServerCosts):
+            return costs
+        if isinstance(sent.message, Exchange):
+            return costs.exchange_of(sent.nbytes)
+        by_kind = {LeaseRequest: costs.claim_s, Heartbeat: costs.beat_s, Contribution: costs.contribution_s}
+        return by_kind.get(type(sent.message), 0.0)
+
+    def _handle(self, sent: _Sent) -> None:
         # A blocked reply is released while the server handles another message, so it is sent in an event of its own.
         self._when_answered(
-            self.handlers[server](message),
-            lambda value: self.clock.after(0.0, lambda: self._leave(worker, server, value, future)),
+            self.handlers[sent.server](sent.message),
+            lambda value: self.clock.after(0.0, lambda: self._leave(sent, value)),
         )
 
-    def _leave(self, worker: int, server: int, value: Any, future: Future[Any]) -> None:
+    def _leave(self, sent: _Sent, value: Any) -> None:
         """An answer leaves the server."""
         weights = value.weights if isinstance(value, Reply) else None
         nbytes = sum(t.nbytes for t in weights) if weights is not None else 0
         now = self.clock.now
-        first, last = self.from_server[server].send(nbytes, now, now)
-        self.clock.at(first, lambda: self._come_back(worker, nbytes, last, value, future))
+        first, last = self.from_server[sent.server].send(nbytes, now, now, urgent=sent.urgent)
+        self.clock.at(first, lambda: self._come_back(sent, nbytes, last, value))
 
-    def _come_back(self, worker: int, nbytes: int, last: float, value: Any, future: Future[Any]) -> None:
-        _, there = self.to_worker[worker].send(nbytes, self.clock.now, last)
-        self.clock.at(there, lambda: future.set_result(value))
+    def _come_back(self, sent: _Sent, nbytes: int, last: float, value: Any) -> None:
+        _, there = self.to_worker[sent.worker].send(nbytes, self.clock.now, last, urgent=sent.urgent)
+        self.clock.at(there, lambda: sent.future.set_result(value))
 
     def _when_answered(self, answer: Any, use: Callable[[Any], None]) -> None:
         if isinstance(answer, Future):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,22 @@ class Problem(ABC):
         Returns:
             the loss of its batch, and the gradient, a fresh tensor of shape ``(n,)``.
         """
+
+    def gradient_of(
+        self, samples: Sequence[int], weights: Tensor, worker: int, generator: torch.Generator
+    ) -> tuple[float, Tensor]:
+        """The same where samples are leased. By default it does not matter which they are.
+
+        Args:
+            samples: numbers of the batch's samples, from 0 on.
+            weights: the worker's, shape ``(n,)``; not to be changed.
+            worker: its rank; in an elastic run its number.
+            generator: its own source of random numbers.
+
+        Returns:
+            the loss of the batch, and the gradient, a fresh tensor of shape ``(n,)``.
+        """
+        return self.gradient(weights, worker, generator)
 
     @abstractmethod
     def loss(self, weights: Tensor) -> float:

@@ -17,60 +17,40 @@ from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.optim import share_posterior
-from lightning_asgd.protocol import Leave
+from lightning_asgd.protocol import Leave, Policy
 from lightning_asgd.server.service import Service
 from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, Wires
 from lightning_asgd.simulation.problems import Problem
-from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker
+from lightning_asgd.simulation.simulated_faults import Crash, LateWorker
+from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker, Work
 from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
 from lightning_asgd.validation import at_least, whole
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.session_client import SessionClient
 
-__all__ = ["Crash", "Simulation"]
+__all__ = ["Running", "Simulation"]
 
 _SESSION = "simulation"
 _POINTS = 100  # of the reported loss
-
-
-@dataclass(frozen=True)
-class Crash:
-    """A worker that ends at once. What it has sent before arrives.
-
-    When worker 0 is gone the others get a WorkerLostError at the next sync point, as in a real run.
-
-    Args:
-        worker: its rank.
-        time_s: when.
-        detection_s: seconds until the servers learn of it.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    worker: int
-    time_s: float
-    detection_s: float = 0.1
-
-    def __post_init__(self) -> None:
-        whole("Crash(worker)", self.worker, 0)
-        at_least("Crash(time_s)", self.time_s, 0, finite=True)
-        at_least("Crash(detection_s)", self.detection_s, 0, finite=True)
+_TICK_S = 0.25  # as server processes have it
+_BEATS = 5  # heartbeats of a worker within silence_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """What is to be simulated. The same settings give the same bits.
 
-    Every worker takes ``steps`` steps per epoch. The session's start takes no time, and the first fetch no bytes.
+    Every worker takes ``steps`` steps per epoch; or the samples of an epoch are leased (``data``), and workers send
+    heartbeats, as in a real job. The session's start takes no time, and the first fetch no bytes.
 
     Args:
         problem: what the workers train.
-        workers: number of workers.
-        servers: number of servers.
-        steps: optimizer steps per worker and epoch.
+        workers: number of workers, at the start.
+        servers: number of servers. The first one coordinates.
+        steps: optimizer steps per worker and epoch, if data are not leased.
         epochs: number of epochs; each ends with a sync point.
         exchange: when and how to exchange: settings of :class:`~lightning_asgd.ASGDStrategy` by name (``nsync``,
             ``nfetch``, ``npush``, ``algorithm``, ``scale``, ``overlap``, ``max_offline_steps``).
@@ -81,6 +61,10 @@ class Simulation:
             is to be counted.
         epoch_s: seconds between an epoch's sync point and the next epoch's first batch, such as a validation's.
         crashes: workers that end before their time.
+        data: samples that workers lease, each trained by one of them per epoch; None for ``steps`` per worker.
+        elastic: whether this is an elastic run: workers do not meet, and may join. Needs ``data``.
+        late_workers: workers that join an elastic run.
+        silence_s: seconds without heartbeats after which a worker is excluded, where ``data`` are leased.
         evaluate_every: steps of all workers together between two evaluations of the servers' loss; None: 100 of them.
         seed: of all random numbers.
 
@@ -106,6 +90,10 @@ class Simulation:
     exchange_s: float = 0.0
     epoch_s: float = 0.0
     crashes: Sequence[Crash] = ()
+    data: LeasedData | None = None
+    elastic: bool = False
+    late_workers: Sequence[LateWorker] = ()
+    silence_s: float = 10.0
     evaluate_every: int | None = None
     seed: int = 0
 
@@ -122,11 +110,8 @@ class Simulation:
             whole("evaluate_every", self.evaluate_every)
         at_least("exchange_s", self.exchange_s, 0, finite=True)
         at_least("epoch_s", self.epoch_s, 0, finite=True)
-        for crash in self.crashes:
-            if crash.worker >= self.workers:
-                raise ConfigurationError(
-                    f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
-                )
+        at_least("silence_s", self.silence_s, 0, above=True, finite=True)
+        self._check_faults()
         self._speeds()
         algorithm = self._config().algorithm
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
@@ -134,8 +119,32 @@ class Simulation:
                 f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "
                 "ASGD(): the simulator supports no other."
             )
-        self.network.links("workers", self.workers)
+        if algorithm.waits and self.data is not None:
+            raise ConfigurationError(
+                f"data={self.data!r} and algorithm={algorithm!r}, whose workers wait for each other, were given. "
+                "Expected data=None: where they wait, each trains a fixed number of steps."
+            )
+        self.network.links("workers", self.workers + len(self.late_workers))
         self.network.links("servers", self.servers)
+
+    def _check_faults(self) -> None:
+        for crash in self.crashes:
+            if crash.worker >= self.workers + len(self.late_workers):
+                raise ConfigurationError(
+                    f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
+                )
+            if crash.detection_s is None and self.data is None:
+                raise ConfigurationError(
+                    f"{crash!r} is to be noticed by missing heartbeats, which workers send only if data are leased. "
+                    "Expected detection_s in seconds, or data=LeasedData(...)."
+                )
+        if self.elastic and self.data is None:
+            raise ConfigurationError("elastic=True was given without data. Expected data=LeasedData(...), too.")
+        if self.late_workers and not self.elastic:
+            raise ConfigurationError(
+                f"late_workers={self.late_workers!r} were given without elastic=True. Expected it: no worker can join "
+                "a job."
+            )
 
     def run(self) -> Report:
         """Simulate.
@@ -144,7 +153,7 @@ class Simulation:
             ASGDError: what a worker of a real run would have raised; or the workers wait for each other forever.
             ConfigurationError: the algorithm does not suit such a run.
         """
-        return _Running(self).run()
+        return Running(self).run()
 
     def _speeds(self) -> list[Speed]:
         """One per worker."""
@@ -167,53 +176,70 @@ class Simulation:
         return ExchangeConfig.create(**{"nsync": 10, **self.exchange})
 
 
-class _Running:
+class Running:
     """A running simulation."""
 
     def __init__(self, plan: Simulation) -> None:
         self.plan = plan
-        config, problem, speeds = plan._config(), plan.problem, plan._speeds()
+        self.config = config = plan._config()
         self.clock = VirtualClock()
-        self.services = [Service(self.clock) for _ in range(plan.servers)]
-        self.wires = Wires(self.clock, plan.network, plan.workers, [s.handle for s in self.services])
-        make = plan.optimizer or (lambda parameters: SGD(parameters, lr=0.1))
-        self.workers = [
-            SimulatedWorker(
-                SessionClient(Connection(self.wires.transport(rank), _SESSION, rank, plan.workers)),
-                self.clock,
-                problem,
-                config,
-                make,
-                speeds[rank],
-                plan.seed,
-            )
-            for rank in range(plan.workers)
-        ]
-        for rank, worker in enumerate(self.workers):
-            share_posterior([worker.optimizer], rank, config.algorithm.chains(plan.workers))
+        self.services = [Service(self.clock, _SESSION if plan.elastic else "") for _ in range(plan.servers)]
+        handlers = [partial(self.handle, server) for server in range(plan.servers)]
+        self.wires = Wires(self.clock, plan.network, plan.workers + len(plan.late_workers), handlers)
+        self.work = Work(plan.epochs, plan.steps, plan.exchange_s, plan.epoch_s, self.count)
+        self.workers: list[SimulatedWorker] = []
+        for speed in plan._speeds():
+            self.enter(speed)
         optimizers = tuple(w.optimizer for w in self.workers[:1])
         config.algorithm.check(Run(plan.workers, 1, config.npush, optimizers))
         self.losses: list[Point] = []
         self.steps = 0
-        self.alive = plan.workers
+        self.alive = plan.workers + len(plan.late_workers)
+        self.moves_s = 0.0  # until when workers move, as far as is known
         total = plan.workers * plan.steps * plan.epochs
+        if plan.data is not None:
+            total = plan.data.samples * plan.epochs // plan.data.batch_size
         self.every = plan.evaluate_every or max(1, total // _POINTS)
 
+    def handle(self, server: int, message: Any) -> Any:
+        """A server handles a message."""
+        return self.services[server].handle(message)
+
+    def enter(self, speed: Speed) -> SimulatedWorker:
+        """Have a worker join."""
+        plan, index = self.plan, len(self.workers)
+        kind, policy = (SimulatedWorker, None) if plan.data is None else (LeasedWorker, self.policy)
+        connection = Connection(
+            self.wires.transport(index), _SESSION, 0 if plan.elastic else index, 0 if plan.elastic else plan.workers
+        )
+        make = plan.optimizer or (lambda parameters: SGD(parameters, lr=0.1))
+        about = self.clock, plan.problem, self.config, make, speed, plan.seed
+        worker = kind(SessionClient(connection, policy=policy), *about)
+        if isinstance(worker, LeasedWorker) and plan.data is not None:
+            worker.data = plan.data
+            worker.announce()
+        share_posterior([worker.optimizer], index, self.config.algorithm.chains(plan.workers))
+        self.workers.append(worker)
+        return worker
+
+    @property
+    def policy(self) -> Policy:
+        """What servers do about workers that are lost: an elastic run continues without its first worker."""
+        return Policy(self.plan.silence_s, another_chief=self.plan.elastic)
+
     def run(self) -> Report:
+        """Run to the end."""
         plan = self.plan
         self.evaluate()
         self.wires.begin()
         for worker in self.workers:
-            life = worker.live(
-                epochs=plan.epochs,
-                steps=plan.steps,
-                exchange_s=plan.exchange_s,
-                epoch_s=plan.epoch_s,
-                stepped=self.count,
-            )
-            self.clock.after(0.0, partial(self.go_on, worker, life))
+            self.begin(worker)
         for crash in plan.crashes:
             self.clock.at(crash.time_s, partial(self.crash, crash))
+        for late in sorted(plan.late_workers, key=lambda each: each.time_s):
+            self.clock.at(late.time_s, partial(self.arrive, late))
+        if plan.data is not None:
+            self.clock.after(_TICK_S, self.tick)
         self.clock.run(lambda: self.alive > 0)
         self.check_that_all_have_ended()
         self.evaluate()
@@ -221,16 +247,57 @@ class _Running:
 
     # ------------------------------------------------------------------ what happens
 
+    def begin(self, worker: SimulatedWorker) -> None:
+        """Have a worker train, and send heartbeats if its data are leased."""
+        self.clock.after(0.0, partial(self.go_on, worker, worker.live(self.work)))
+        if isinstance(worker, LeasedWorker):
+            period_s = self.plan.silence_s / _BEATS
+            part = self.workers.index(worker) / len(self.workers)  # not all at the same time
+            self.clock.after(part * period_s, partial(self.beat, worker, period_s))
+
+    def arrive(self, late: LateWorker) -> None:
+        """Have a worker join the others in their present epoch."""
+        numbers = [w.number for w in self.workers if isinstance(w, LeasedWorker) and w.ended_s is None]
+        if not numbers:
+            self.alive -= 1  # the run is over
+            return
+        with self.wires.at_once():
+            worker = self.enter(late.speed or self.plan._speeds()[0])
+        worker.first = max(numbers)
+        self.begin(worker)
+
+    def tick(self) -> None:
+        """Do what server processes do a few times a second, while workers move or may be waited for."""
+        for service in self.services:
+            service.tick()
+        if self.clock.now - self.moves_s <= self.patience_s:
+            self.clock.after(_TICK_S, self.tick)
+
+    def beat(self, worker: LeasedWorker, period_s: float) -> None:
+        """Have a worker send heartbeats."""
+        if worker.ended_s is None and self.clock.now - self.moves_s <= self.patience_s:
+            worker.beat()
+            self.clock.after(period_s, partial(self.beat, worker, period_s))
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a move of any worker after which the simulation is stuck."""
+        return max(self.config.timeouts.collective_s, 10 * self.plan.silence_s)
+
     def go_on(self, worker: SimulatedWorker, life: Life) -> None:
         """Run a worker until it has to wait."""
+        self.moves_s = max(self.moves_s, self.clock.now)
         while not worker.crashed:
             wish = next(life, None)
             if wish is None:
                 worker.ended_s = self.clock.now
                 self.alive -= 1
+                if isinstance(worker, LeasedWorker):
+                    worker.leave()
                 return
             if isinstance(wish, float):
                 if wish > 0:
+                    self.moves_s = max(self.moves_s, self.clock.now + wish)
                     self.clock.after(wish, partial(self.go_on, worker, life))
                     return
             elif not all(future.done() for future in wish):
@@ -253,12 +320,16 @@ class _Running:
 
     def crash(self, crash: Crash) -> None:
         """End a worker; the servers learn of it later."""
+        if crash.worker >= len(self.workers):
+            return  # it has not joined yet
         worker = self.workers[crash.worker]
         if worker.ended_s is not None:
             return
         worker.crashed, worker.ended_s = True, self.clock.now
         self.alive -= 1
-        leave = Leave(_SESSION, crash.worker, f"it crashed after {crash.time_s:g} s")
+        if crash.detection_s is None:
+            return
+        leave = Leave(_SESSION, worker.rank, f"it crashed after {crash.time_s:g} s")
         for service in self.services:
             self.clock.after(crash.detection_s, partial(service.handle, leave))
 
@@ -278,7 +349,7 @@ class _Running:
 
     def check_that_all_have_ended(self) -> None:
         """Raise an error if workers wait forever."""
-        waiting = [w.rank for w in self.workers if w.ended_s is None]
+        waiting = [index for index, w in enumerate(self.workers) if w.ended_s is None]
         if waiting:
             raise ASGDError(
                 f"The simulation is stuck after {self.clock.now:g} s: workers {waiting} wait forever. Expected the "
@@ -286,16 +357,20 @@ class _Running:
             )
 
     def report(self) -> Report:
+        """What was found out."""
         weights, versions = self.weights()
         wires = self.wires
         survivors = [w for w in self.workers if not w.crashed]
-        ends = zip(*(w.epochs_s for w in survivors), strict=True)
+        ends: dict[int, float] = {}
+        for worker in survivors:
+            for number, time_s in enumerate(worker.epochs_s, worker.first):
+                ends[number] = max(time_s, ends.get(number, 0.0))
         return Report(
             time_s=max(w.ended_s or 0.0 for w in self.workers),
-            epochs_s=tuple(max(times) for times in ends),
+            epochs_s=tuple(ends[number] for number in sorted(ends)),
             workers=tuple(
                 WorkerReport(
-                    worker=w.rank,
+                    worker=index,
                     crashed=w.crashed,
                     time_s=w.ended_s or 0.0,
                     steps=w.stats.steps,
@@ -308,13 +383,15 @@ class _Running:
                     staleness_mean=w.stats.staleness_mean,
                     staleness_max=w.stats.staleness_max,
                     staleness_histogram=w.stats.staleness_histogram,
-                    bytes_sent=wires.to_network[w.rank].nbytes,
-                    bytes_received=wires.to_worker[w.rank].nbytes,
+                    bytes_sent=wires.to_network[index].nbytes,
+                    bytes_received=wires.to_worker[index].nbytes,
+                    lease_wait_s=w.lease_wait_s,
                 )
-                for w in self.workers
+                for index, w in enumerate(self.workers)
             ),
             losses=tuple(self.losses),
             weights=weights,
             versions=tuple(versions),
             server_bytes=tuple((i.nbytes, o.nbytes) for i, o in zip(wires.to_server, wires.from_server, strict=True)),
+            server_work_s=tuple(wires.worked_s),
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,28 @@ from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.speeds import Speed
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.synchronizer import Training, run
 
-__all__ = ["Life", "SimulatedWorker"]
+__all__ = ["Life", "SimulatedWorker", "Work"]
 
-Life = Iterator["float | list[Future[Any]]"]
+Life = Generator["float | list[Future[Any]]", None, Any]
 """What a worker does: it stops for a number of seconds, or until these futures are done."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What workers do in a simulation."""
+
+    epochs: int
+    steps: int  # of a worker and epoch, where data are not leased
+    exchange_s: float  # seconds that training pauses when a reply is merged
+    epoch_s: float  # seconds between the end of an epoch and the beginning of the next
+    stepped: Callable[[], None]  # called after every step
 
 
 class SimulatedWorker:
@@ -46,7 +59,7 @@ class SimulatedWorker:
         seed: for its random numbers; other workers draw others from the same.
 
     Attributes:
-        rank: its global rank.
+        rank: its global rank; in an elastic run its number.
         weights: its own, flat.
         optimizer: its own.
         exchanger: the same object as in a real worker.
@@ -66,7 +79,6 @@ class SimulatedWorker:
         speed: Speed,
         seed: int,
     ) -> None:
-        self.rank = client.connection.worker
         self.crashed = False
         self.ended_s: float | None = None
         self.epochs_s: list[float] = []
@@ -74,6 +86,8 @@ class SimulatedWorker:
         self.weights = Parameter(problem.start())
         self.optimizer = optimizer([self.weights])
         self._client = client
+        brings = self._enter()
+        self.rank = client.connection.worker
         self._clock = clock
         self._problem = problem
         self._speed = speed
@@ -83,12 +97,9 @@ class SimulatedWorker:
         self._chance = random.Random(chance.getrandbits(62))
         layout = build_layout([("weights", problem.start())], [], client.connection.transport.num_servers)
         replica = replica_for(config.algorithm, layout, [([self.weights], 0)], [None] * layout.num_servers)
-        client.join()
         shards = ShardClient(client)
-        shards.initialise(
-            layout, config.algorithm, [None] * layout.num_servers, replica.weights() if self.rank == 0 else None
-        )
-        self.exchanger = Exchanger(layout, [(shards, replica)], config, Training(self._heal, self._lr), clock=clock)
+        shards.initialise(layout, config.algorithm, [None] * layout.num_servers, replica.weights() if brings else None)
+        self.exchanger = Exchanger(layout, [(shards, replica)], config, self._training(), clock=clock)
         run(self.exchanger.fetch())
         self.exchanger.stats = ExchangeStats()
 
@@ -97,36 +108,48 @@ class SimulatedWorker:
         """What its exchanger counts."""
         return self.exchanger.stats
 
-    def live(self, *, epochs: int, steps: int, exchange_s: float, epoch_s: float, stepped: Callable[[], None]) -> Life:
-        """Train.
+    first = 0
+    """Number of its first epoch."""
+    lease_wait_s = 0.0
+    """Seconds in which it waited for leases."""
 
-        Args:
-            epochs: number of epochs.
-            steps: optimizer steps per epoch.
-            exchange_s: seconds that training pauses when a reply is merged.
-            epoch_s: seconds between the end of an epoch and the beginning of the next.
-            stepped: called after every step.
-        """
-        for epoch in range(epochs):
-            yield from self.exchanger.begin()
-            for _ in range(steps):
-                begun = self.stats.exchanges
-                yield from self.exchanger.advance()
-                if exchange_s and self.stats.exchanges > begun:
-                    yield float(exchange_s)
-                yield float(self._speed.seconds(self.stats.steps, self._chance))
-                self._step()
-                stepped()
-            yield from self._sync_point(f"epoch {epoch}")
+    def _enter(self) -> bool:
+        """Join; returns whether this worker brings the first weights."""
+        self._client.join()
+        return self._client.connection.worker == 0
+
+    def _training(self) -> Training:
+        """What exchanges need of the training."""
+        return Training(self._heal, self._lr)
+
+    def live(self, work: Work) -> Life:
+        """Train all epochs."""
+        for number in range(self.first, work.epochs):
+            yield from self._epoch(number, work)
+            yield from self._sync_point(f"epoch {number}")
             self.epochs_s.append(self._clock.now)
-            yield float(epoch_s)
+            yield float(work.epoch_s)
 
-    def _step(self) -> None:
+    def _epoch(self, number: int, work: Work) -> Life:
+        """Train one epoch's steps."""
+        yield from self.exchanger.begin()
+        for _ in range(work.steps):
+            yield from self._train(work)
+
+    def _train(self, work: Work, samples: Sequence[int] | None = None) -> Life:
+        """Exchange if that is due, and take a step with some samples, or with a batch of the worker's own."""
+        begun = self.stats.exchanges
+        yield from self.exchanger.advance()
+        if work.exchange_s and self.stats.exchanges > begun:
+            yield float(work.exchange_s)
+        yield float(self._speed.seconds(self.stats.steps, self._chance))
         weights = self.weights
-        _, gradient = self._problem.gradient(weights.detach(), self.rank, self._generator)
+        about = weights.detach(), self.rank, self._generator
+        _, gradient = self._problem.gradient(*about) if samples is None else self._problem.gradient_of(samples, *about)
         weights.grad = gradient
         self.optimizer.step()
         self.exchanger.count_step()
+        work.stepped()
 
     def _sync_point(self, name: str) -> Life:
         """What the strategy does there."""
@@ -142,18 +165,18 @@ class SimulatedWorker:
         Returns:
             what each of the living has brought, by rank.
         """
+        sender, seq = self._client.connection.sender, self._next_meeting()
+        message = Contribution(*sender, seq, "all_gather", name, payload, timeout_s=float("inf"))
+        return (yield from self._contribute(message))
+
+    def _next_meeting(self) -> int:
         self._meetings += 1
-        message = Contribution(
-            self._client.connection.session,
-            self.rank,
-            self._meetings,
-            "all_gather",
-            name,
-            payload,
-            timeout_s=float("inf"),
-        )
+        return self._meetings
+
+    def _contribute(self, message: Contribution) -> Any:
+        """Take part in a collective, and wait for the others."""
         since = self._clock.now
-        future = self._client.connection.transport.call(0, message, float("inf"))
+        future = self._client.connection.transport.call(COORDINATOR, message, message.timeout_s)
         yield [future]
         self.meeting_s += self._clock.now - since
         value = future.value()

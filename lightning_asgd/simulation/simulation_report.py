@@ -45,6 +45,7 @@ class WorkerReport:
         staleness_histogram: number of its pushes by staleness, in versions.
         bytes_sent: bytes of tensors that it sent, to all servers together.
         bytes_received: bytes of tensors that it received.
+        lease_wait_s: time in which it waited for leases, and at an epoch's end for the others to train theirs.
     """
 
     worker: int
@@ -62,6 +63,7 @@ class WorkerReport:
     staleness_histogram: Counter[int]
     bytes_sent: int
     bytes_received: int
+    lease_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Report:
         weights: the servers' weights at the end, shape ``(n,)``.
         versions: per server, number of updates that it applied.
         server_bytes: per server, bytes of tensors received and sent.
+        server_work_s: per server, seconds that it worked on messages.
     """
 
     time_s: float
@@ -85,6 +88,7 @@ class Report:
     weights: Tensor
     versions: tuple[int, ...]
     server_bytes: tuple[tuple[int, int], ...]
+    server_work_s: tuple[float, ...] = ()
 
     @property
     def steps(self) -> int:

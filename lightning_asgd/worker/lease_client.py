@@ -301,9 +301,11 @@ class DataLeases(WorkFeed):
         while more and not self._waiting and not self._get():  # none of what was granted exists
             self._note(acknowledged)
             more = self._take(self._ask(wait=True))
+        return self._has_waited(more=more)
+
+    def _has_waited(self, *, more: bool) -> bool:
         self._begun = None
-        if not more and not self.halted:
-            self._reached = float(self.reached)
+        self._reached = self._reached if more or self.halted else float(self.reached)
         return more
 
     def next_interval(self) -> None:

@@ -73,6 +73,41 @@ def test_more_workers_than_are_to_be_simulated(capsys: pytest.CaptureFixture[str
     assert "6 workers, 1 server" in printed
 
 
+def test_times_end_where_costs_were_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--link-gbit-s", "1", "--workers", "3000", *NUMBERS]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"times +not calibrated beyond 1,024 workers", printed)
+    assert "Times: not calibrated beyond 1,024 workers. --measure measures this machine." in printed
+    assert "memory of a server" in printed
+    rows = {row.split()[0]: row.split()[1:] for row in printed.splitlines() if re.match(" +[0-9,]+ ", row)}
+    assert len(rows["1,000"]) == 6, "the last table has all columns"
+    for workers in ("2,000", "3,000", "10,000"):  # memory alone
+        assert re.fullmatch(r"[\d.]+ [GM]B", " ".join(rows[workers])), rows[workers]
+
+
+def test_the_coordinator_limits_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = ["--parameters", "1e3", "--step-s", "0.01", "--batch-size", "1", "--nsync", "100", "--simulate", "0"]
+    assert main(["plan", "--link-gbit-s", "100", "--workers", "1000", *fast]) == 0
+    printed = capsys.readouterr().out
+    share = re.search(r"of the coordinator's ([\d.]+)%", printed)
+    speed = re.search(r"efficiency, if nsync is kept +([\d.]+)%", printed)
+    assert share is not None
+    assert speed is not None
+    assert float(share[1]) > 150
+    assert float(speed[1]) == pytest.approx(100 * 100 / float(share[1]), rel=0.01)
+
+
+@pytest.mark.slow  # it starts a server, and measures for seconds
+def test_a_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--measure", "--link-gbit-s", "1", *NUMBERS]) == 0
+    printed = capsys.readouterr().out
+    assert "Milliseconds of a server's core, this machine" in printed
+    assert "--measure measures" not in printed
+    figures = re.findall(r"^ +(16|64|256|1,024) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) *$", printed, re.MULTILINE)
+    assert len(figures) == 4
+    assert all(0 < float(figure) < 20 for row in figures for figure in row[1:])
+
+
 def test_a_module_is_measured(capsys: pytest.CaptureFixture[str], script: Path) -> None:
     sizes = ["--batch-sizes", "[4,64]"]
     assert main(["plan", "--module", f"{script}:Net", "--link-gbit-s", "1", "--simulate", "0", *sizes]) == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd import sizing
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.server_costs import Calibration, ServerCosts
 from lightning_asgd.simulation.forecast import forecast, simulated_efficiency
 from lightning_asgd.sizing import Job
 
@@ -27,6 +28,7 @@ JOBS = st.builds(
     sent=st.floats(0.01, 1),
     exchange_s=st.floats(0, 0.1),
     server_gbyte_s=st.floats(0.1, 10),
+    exchange_work_s=st.floats(0, 0.01),
 )
 
 
@@ -74,6 +76,30 @@ def test_a_servers_work_counts_beside_its_link() -> None:
     assert sizing.round_trip_s(job(server_gbyte_s=2.0)) == pytest.approx(2.5)
     assert sizing.server_use(job(server_gbyte_s=0.25)) == pytest.approx(4 / 6)
     assert sizing.cycle_s(job(workers=3, server_gbyte_s=0.25)) == pytest.approx(12.0)
+
+
+def test_work_that_does_not_depend_on_the_bytes_stays_with_more_servers() -> None:
+    # 10 workers x 0.1 s are left out of 4 s: 20 GB over 1 GB/s in 3 s
+    assert sizing.least_servers(job(workers=10, exchange_work_s=0.1)) == 7
+    assert sizing.least_servers(job(workers=10, exchange_work_s=0.4)) is None
+
+
+def test_the_coordinator_has_leases_and_heartbeats_besides() -> None:
+    costs = ServerCosts(claim_s=0.01, beat_s=0.004)
+    ten = job(workers=10, server_gbit_s=math.inf, server_gbyte_s=10.0)
+    # per second: 0.1 s / 4 s of exchanges, 2 requests, half a heartbeat
+    assert sizing.coordinator_use(ten, costs) == pytest.approx(10 * (0.1 / 4 + 2 * 0.01 + 0.5 * 0.004))
+    slow = replace(ten, step_s=2.0, nsync=2)
+    assert sizing.coordinator_use(slow, costs, silence_s=20.0) == pytest.approx(10 * (0.1 / 4 + 0.005 + 0.001))
+
+
+def test_costs_are_those_of_the_next_larger_number_of_workers() -> None:
+    few, many = ServerCosts(claim_s=1.0), ServerCosts(claim_s=2.0)
+    calibration = Calibration({16: few, 64: many}, "a machine")
+    assert [calibration.at(n) for n in (1, 16, 17, 64, 65)] == [few, few, many, many, None]
+    assert calibration.most == 64
+    with pytest.raises(ConfigurationError, match="is empty"):
+        Calibration({}, "a machine")
 
 
 def test_no_number_of_servers_helps_a_worker_whose_own_link_is_too_slow() -> None:

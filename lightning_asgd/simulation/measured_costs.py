@@ -1,0 +1,192 @@
+"""What messages cost a server on this machine: the real code is timed, for some seconds.
+
+How a cost grows with the number of workers is measured on simulated jobs, in which the real service answers. What the
+network's side of a message costs, and a GB of parameters, is measured on a server process that this one starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_asgd.algorithms import ASGD
+from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.layout import Role
+from lightning_asgd.processes.supervisor import Supervisor
+from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, LeaseRequest
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.server_costs import Calibration, ServerCosts
+from lightning_asgd.simulation.leased_worker import LeasedData
+from lightning_asgd.simulation.problems import Quadratic
+from lightning_asgd.simulation.run import Running, Simulation
+from lightning_asgd.simulation.speeds import LogNormal
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.transport import Transport
+from lightning_asgd.worker.connection import COORDINATOR, Connection
+from lightning_asgd.worker.session_client import SessionClient
+
+__all__ = ["WORKERS", "ServerProcess", "measure", "server_process"]
+
+WORKERS = (16, 64, 256, 1024)
+_STEPS, _BATCH = 6, 32  # of a simulated worker's part of an epoch, and samples of a step
+_SCALARS, _MANY = 1000, 4_000_000  # of a shard
+_LEAST_S, _REPEATS = 0.5, 3  # of a measurement: the system counts CPU time in hundredths of a second
+_START_S = 60.0
+_KINDS = {LeaseRequest: "claim_s", Exchange: "exchange_s", Heartbeat: "beat_s", Contribution: "contribution_s"}
+
+
+def measure(workers: Sequence[int] = WORKERS) -> Calibration:
+    """Measure what messages cost a server on this machine.
+
+    Args:
+        workers: numbers of workers to measure with.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as servers have it
+    try:
+        alone = {number: _of_service(number) for number in sorted(workers)}
+        real = _of_process()
+    finally:
+        torch.set_num_threads(threads)
+    least = alone[min(alone)]
+    message_s, exchange_s = real.beat_s - least.beat_s, real.exchange_s - least.exchange_s
+    costs = {
+        number: _with_transport(found, max(0.0, message_s), max(0.0, exchange_s)) for number, found in alone.items()
+    }
+    return Calibration(
+        {number: replace(found, gbyte_s=real.gbyte_s) for number, found in costs.items()}, "this machine"
+    )
+
+
+def _with_transport(costs: ServerCosts, message_s: float, exchange_s: float) -> ServerCosts:
+    """Costs of the service, with what a transport adds to a small message and to an exchange."""
+    return ServerCosts(
+        claim_s=costs.claim_s + message_s,
+        exchange_s=costs.exchange_s + exchange_s,
+        beat_s=costs.beat_s + message_s,
+        contribution_s=costs.contribution_s + message_s,
+    )
+
+
+# ---------------------------------------------------------------------- the service, with many workers
+
+
+class _Timed(Running):
+    """A simulation that notes the CPU time of every message."""
+
+    def __init__(self, plan: Simulation) -> None:
+        self.ns: defaultdict[type, int] = defaultdict(int)
+        self.messages: defaultdict[type, int] = defaultdict(int)
+        super().__init__(plan)
+
+    def handle(self, server: int, message: Any) -> Any:
+        """A server handles a message."""
+        begun = time.thread_time_ns()
+        answer = super().handle(server, message)
+        self.ns[type(message)] += time.thread_time_ns() - begun
+        self.messages[type(message)] += 1
+        return answer
+
+
+def _of_service(workers: int) -> ServerCosts:
+    """What messages cost the coordinator, which has the only shard, without a transport."""
+    plan = Simulation(
+        problem=Quadratic(_SCALARS),
+        workers=workers,
+        exchange={"nsync": 5},
+        speed=LogNormal(2.0, 0.3),
+        data=LeasedData(workers * _STEPS * _BATCH, _BATCH),
+    )
+    running = _Timed(plan)
+    running.ns.clear()  # the workers' first fetches
+    running.messages.clear()
+    running.run()
+    return ServerCosts(**{name: running.ns[kind] / running.messages[kind] / 1e9 for kind, name in _KINDS.items()})
+
+
+# ---------------------------------------------------------------------- a server process, with one worker
+
+
+@dataclass
+class ServerProcess:
+    """A server process, and a worker's connection to it."""
+
+    transport: Transport
+    process: psutil.Process
+    sessions: int = 0
+
+    def cpu_s(self, ask: Callable[[], Any]) -> float:
+        """Seconds of the server's CPU time per call of a function: the least of some measurements."""
+        ask()
+        return min(self._mean_cpu_s(ask) for _ in range(_REPEATS))
+
+    def _mean_cpu_s(self, ask: Callable[[], Any]) -> float:
+        before, begun, calls = self._spent_s, time.perf_counter(), 0
+        while time.perf_counter() - begun < _LEAST_S:
+            ask()
+            calls += 1
+        return (self._spent_s - before) / calls
+
+    @property
+    def _spent_s(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def worker(self, scalars: int) -> tuple[Connection, Callable[[], Any]]:
+        """A worker of a new session, and what exchanges its shard."""
+        self.sessions += 1
+        connection = Connection(self.transport, f"measurement.{self.sessions}", 0, 1)
+        SessionClient(connection).join()
+        zeros = torch.zeros(scalars)
+        groups = ((Role.PARAMETER, "float32", scalars),)
+        connection.ask(COORDINATOR, InitShard(*connection.sender, groups, ASGD(), (zeros,)))
+        pushes = iter(range(1, 1 << 40))
+
+        def exchange() -> Any:
+            message = Exchange(*connection.sender, next(pushes), 0, True, True, (zeros,), steps=1)
+            return connection.ask(COORDINATOR, message)
+
+        return connection, exchange
+
+
+@contextmanager
+def server_process() -> Iterator[ServerProcess]:
+    """Start a server process, and end it."""
+    name = "zmq"
+    try:
+        registry.kind_of(name).check_available()
+    except ConfigurationError:
+        name = "rpc"
+    registry.kind_of(name).provide_secret(one_machine=True)
+    rendezvous = registry.kind_of(name).host_rendezvous()
+    supervisor = Supervisor(rendezvous, ServerSettings(transport=name))
+    try:
+        supervisor.start()
+        supervisor.add_servers(1)
+        (key,), (pid,) = supervisor.keys(1), supervisor.server_pids
+        address = rendezvous.get(key, "A server", _START_S, supervisor.check_servers)["address"]
+        transport = registry.kind_of(name).connect([address], "lo")
+        try:
+            yield ServerProcess(transport, psutil.Process(pid))
+        finally:
+            transport.close()
+    finally:
+        supervisor.close()
+
+
+def _of_process() -> ServerCosts:
+    """What heartbeats and exchanges cost a server process that has one worker."""
+    with server_process() as server:
+        connection, exchange = server.worker(_SCALARS)
+        beat_s = server.cpu_s(lambda: connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
+        small_s = server.cpu_s(exchange)
+        large_s = server.cpu_s(server.worker(_MANY)[1])
+    nbytes = 4 * (_MANY - _SCALARS)
+    return ServerCosts(beat_s=beat_s, exchange_s=small_s, gbyte_s=nbytes / max(large_s - small_s, 1e-9) / 1e9)
