@@ -6,6 +6,7 @@ network's side of a message costs, and a GB of parameters, is measured on a serv
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -164,6 +165,7 @@ def server_process() -> Iterator[ServerProcess]:
         registry.kind_of(name).check_available()
     except ConfigurationError:
         name = "rpc"
+    before = set(os.environ)
     registry.kind_of(name).provide_secret(one_machine=True)
     rendezvous = registry.kind_of(name).host_rendezvous()
     supervisor = Supervisor(rendezvous, ServerSettings(transport=name))
@@ -179,6 +181,9 @@ def server_process() -> Iterator[ServerProcess]:
             transport.close()
     finally:
         supervisor.close()
+        rendezvous.close()
+        for variable in set(os.environ) - before:  # the secret: what this process starts later has its own
+            del os.environ[variable]
 
 
 def _of_process() -> ServerCosts:
