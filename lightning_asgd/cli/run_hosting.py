@@ -136,12 +136,17 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
     def _add(self, address: str) -> None:
         """Another host is there."""
         with self._lock:
-            self._host.add(address, time.monotonic())
+            self._host.add(address)
 
     @property
     def entry(self) -> HostEntry:
         """What this host publishes now."""
         return self._host.entry
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it serves, or could take over as far as the present host knows."""
+        return self.entry.serves or (self.entry.ready and self.entry.address in self.entry.hosts)
 
     def step(self) -> None:
         """Decide what to do now, and do it. Called several times a second."""

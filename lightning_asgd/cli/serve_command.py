@@ -87,16 +87,25 @@ def _host(
     """Host the run, or stand by, until a signal has stopped this process."""
     from lightning_asgd.cli.run_hosting import RunHosting
     from lightning_asgd.cli.servers_health import ServersHealth
+    from lightning_asgd.errors import LaunchError
 
     with ServersHealth(entry.run, rendezvous, entry.transport, interface) as health:
         for index, key in enumerate(overseer.keys(entry.servers)):
             rendezvous.server(index, key, _START_S)
         with RunHosting(entry, rendezvous, overseer, interface) as hosting:
             health.keys = hosting.keys
-            explain()
+            until = time.monotonic() + _START_S
             while not stopped:
-                time.sleep(_POLL_S)
                 hosting.step()
+                if hosting.takes_part and until:
+                    explain()
+                    until = 0.0
+                if until and time.monotonic() > until:
+                    raise LaunchError(
+                        f"The present host of run {entry.run!r} has not reached this one at {entry.address} within "
+                        f"{_START_S:g} s. Expected an address that all hosts reach. Give another --host."
+                    )
+                time.sleep(_POLL_S)
                 health.keys = hosting.keys
                 overseer.check_servers()
             hosting.leave()
@@ -122,7 +131,7 @@ def _entry(run_id: str, transport: str, num_servers: int, address: tuple[str, in
         time.sleep(_POLL_S)
     if (found.run, found.transport) != (run_id, transport) or num_servers not in (1, found.servers):
         raise LaunchError(
-            f"{join} hosts run_id={found.run!r} with transport={found.transport!r} and {found.servers} servers. "
+            f"{join} hosts run_id={found.run!r} with transport={found.transport!r} and num_servers={found.servers}. "
             f"Expected the same here, where run_id={run_id!r}, transport={transport!r} and num_servers={num_servers}."
         )
     return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,))

@@ -97,10 +97,10 @@ class RunHost:
         """The addresses of all other hosts that are known."""
         return self._sights.keys()
 
-    def add(self, address: str, now: float) -> None:
-        """Another host is there."""
+    def add(self, address: str, known_at: float = -math.inf) -> None:
+        """Another host is there; it may take over if another host has known it, at latest at that time."""
         if address != self.entry.address:
-            self._sights.setdefault(address, _Sight(confirmed_at=now))
+            self._sights.setdefault(address, _Sight(confirmed_at=known_at))
 
     def see(self, address: str, entry: HostEntry | None, asked_at: float, *, ended: bool = False) -> None:
         """Note what another host has answered to a question sent at that time, or that its process has ended."""
@@ -147,7 +147,7 @@ class RunHost:
         if stop >= mine or any(entry.term > mine for entry in serving.values()):
             return Action.STOP
         self._list(now)
-        standing_by = [sight for sight in self._sights.values() if not sight.ended]
+        standing_by = [s for s in self._sights.values() if not s.ended and s.confirmed_at > -math.inf]
         electors = [self.entry.workers]
         electors += [s.entry.workers for s in standing_by if s.entry is not None and s.entry.term == mine]
         by_workers = min(_heard_by_most(workers, heard, now) for workers in electors)
@@ -168,7 +168,7 @@ class RunHost:
     def _list(self, now: float) -> None:
         """Name the hosts that answer, which may take over; forget those that may not any more."""
         for address, sight in list(self._sights.items()):
-            if not sight.ended and now > sight.confirmed_at + _UNLIST_S + _FORGET_S + LEASE_S:
+            if not sight.ended and -math.inf < sight.confirmed_at < now - _UNLIST_S - _FORGET_S - LEASE_S:
                 del self._sights[address]
         present = {a for a, s in self._sights.items() if not s.ended and now <= s.confirmed_at + _UNLIST_S}
         present.add(self.entry.address)

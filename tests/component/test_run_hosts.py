@@ -106,7 +106,7 @@ class World:
             reached = not self.is_cut(host.address, other.address)
             joins = not host.core.entry.serves and host.address not in other.published.hosts
             if reached and other.alive and joins:
-                other.core.add(host.address, self.now)
+                other.core.add(host.address)
             entry = other.published if reached and other.alive else None
             host.core.see(other.address, entry, self.now, ended=reached and not other.alive)
         for worker, (term, number) in host.votes.items():
@@ -121,7 +121,7 @@ class World:
         elif action is Action.ASK_TO_STOP and not self.is_cut(host.address, host.core.rival):
             rival = self.at(host.core.rival.split(":")[0])
             rival.stop = host.core.rival_term
-            rival.core.add(host.address, self.now)
+            rival.core.add(host.address)
         host.published = host.core.entry
 
     def _work(self, number: int, finder: RunFinder) -> None:
