@@ -160,7 +160,11 @@ class Hosts:
                 about = ["serve", "--port=0", "--run-id=takeover", "--transport=zmq", joins]
                 command = [sys.executable, "-c", COMMAND, *about]
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-            wait(lambda number=number: 'server="' in self.said(number), "host")  # type: ignore[misc]
+            try:
+                wait(lambda number=number: 'server="' in self.said(number), "host")  # type: ignore[misc]
+            except RuntimeError as error:
+                self.close()
+                raise RuntimeError(f"{error}\n{self.said(number)}") from error
             address = self.said(number).partition('server="')[2].partition('"')[0].rpartition(":")[2]
             self.places.append(("127.0.0.1", int(address)))
 

@@ -94,8 +94,8 @@ TOOLS = {
 # 365 of the core are collectives that the coordinator reduces, ranks in few bytes, and replies that are encoded once.
 # 62 of the core are metrics' states, reduced as torchmetrics does for all dtypes, and tensors that cannot be sent.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
-# 560 of the core and 305 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
-LINES = {"core": 32_720, "engines": 1_097, "tools": 8_640}
+# 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
+LINES = {"core": 32_720, "engines": 1_097, "tools": 8_650}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -58,9 +58,10 @@ def serve(
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
 
     _check(port, run_id, host, num_servers, snapshot_every_s)
+    where = None if join is None else _place(join)
     stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
     try:
-        entry = _entry(run_id, name, num_servers, rendezvous.address, join)
+        entry = _entry(run_id, name, num_servers, rendezvous.address, where)
         version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
         overseer = supervisor.ensure(
             entry.servers,
@@ -111,9 +112,20 @@ def _host(
             hosting.leave()
 
 
-def _entry(run_id: str, transport: str, num_servers: int, address: tuple[str, int], join: str | None) -> HostEntry:
+def _place(join: str) -> tuple[str, int]:
+    from lightning_asgd.environment import parted
+    from lightning_asgd.errors import ConfigurationError
+
+    try:
+        return parted(join)
+    except ValueError as error:
+        raise ConfigurationError(f'join={join!r}. Expected the "host:port" of a host of the run.') from error
+
+
+def _entry(
+    run_id: str, transport: str, num_servers: int, address: tuple[str, int], join: tuple[str, int] | None
+) -> HostEntry:
     """What this host publishes first. Raises a ``LaunchError`` if there is no such run at the address to ``join``."""
-    from lightning_asgd.config import server_address
     from lightning_asgd.environment import joined
     from lightning_asgd.errors import LaunchError
     from lightning_asgd.processes.host_entry import HostEntry, ask_host
@@ -121,18 +133,19 @@ def _entry(run_id: str, transport: str, num_servers: int, address: tuple[str, in
     me = joined(*address)
     if join is None:
         return HostEntry(run_id, transport, num_servers, me, term=1, present=me, hosts=(me,))
-    where, until = server_address(join), time.monotonic() + _START_S
-    while not isinstance(found := ask_host(*where), HostEntry):
+    until = time.monotonic() + _START_S
+    while not isinstance(found := ask_host(*join), HostEntry):
         if time.monotonic() > until:
             raise LaunchError(
-                f"No host of a run answers at {join} within {_START_S:g} s. Expected `lightning-asgd serve` there, "
-                "with the same secret. Start it, or check --join and the network."
+                f"No host of a run answers at {joined(*join)} within {_START_S:g} s. Expected `lightning-asgd serve` "
+                "there, with the same secret. Start it, or check --join and the network."
             )
         time.sleep(_POLL_S)
     if (found.run, found.transport) != (run_id, transport) or num_servers not in (1, found.servers):
         raise LaunchError(
-            f"{join} hosts run_id={found.run!r} with transport={found.transport!r} and num_servers={found.servers}. "
-            f"Expected the same here, where run_id={run_id!r}, transport={transport!r} and num_servers={num_servers}."
+            f"{joined(*join)} hosts run_id={found.run!r} with transport={found.transport!r} and "
+            f"num_servers={found.servers}. Expected the same here, where run_id={run_id!r}, transport={transport!r} "
+            f"and num_servers={num_servers}."
         )
     return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,))
 
