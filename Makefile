@@ -139,6 +139,7 @@ chaos: $(VENV)/.installed-examples ## workers are stopped and killed while they 
 storm: $(VENV)/.installed-examples ## eight workers and two servers on nine machines are killed, stopped and cut off
 	@$(RUN) benchmarks/storm.py
 	@$(RUN) benchmarks/lost_hosts.py
+	@$(RUN) benchmarks/run_hosts.py
 
 elastic: $(VENV)/.installed-examples ## from one worker to six and back within an epoch: seconds to join and to take over
 	@$(RUN) benchmarks/elastic.py

@@ -31,6 +31,7 @@ __all__ = [
     "machines",
     "move",
     "name_hosts",
+    "plug",
     "pull",
     "run_in",
     "two_machines",
@@ -199,14 +200,18 @@ def cut(network: Network, index: int) -> None:
     _ip("-n", network.names[index], "link", "set", network.interfaces[index], "down")
 
 
+def plug(network: Network, index: int) -> None:
+    """Put the cable of a machine in again."""
+    _ip("-n", network.names[index], "link", "set", network.interfaces[index], "up")
+
+
 def pull(network: Network, index: int, seconds: float) -> None:
     """Pull the cable out of a machine, and put it back."""
-    name, interface = network.names[index], network.interfaces[index]
     cut(network, index)
     try:
         time.sleep(seconds)
     finally:
-        _ip("-n", name, "link", "set", interface, "up")
+        plug(network, index)
 
 
 def name_hosts(network: Network, hosts: Mapping[str, str]) -> None:

@@ -109,7 +109,7 @@ class SlowDigits(DigitsCNN):
         return super().training_step(batch, batch_idx)
 
 
-def _quiet(file: Path) -> None:
+def quiet(file: Path) -> None:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     with file.open("a") as output:
@@ -122,7 +122,7 @@ def serve(network: Network | None, folder: Path, transport: str) -> None:
     if network is not None:
         network.enter(0)
         where.append(f"--host={network.addresses[0]}")
-    _quiet(folder / "serve.log")
+    quiet(folder / "serve.log")
     sys.exit(command(["serve", *where, "--run-id=storm", f"--transport={transport}"]))
 
 
@@ -139,7 +139,7 @@ def work(
 ) -> None:
     if network is not None:
         network.enter(machine)
-    _quiet(folder / f"{name}.log")
+    quiet(folder / f"{name}.log")
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     strategy = ASGDStrategy(

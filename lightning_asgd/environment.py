@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "joined", "parted", "server_address"]
+__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "joined", "parted", "server_address", "server_addresses"]
 
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
@@ -46,3 +46,8 @@ def server_address(server: str) -> tuple[str, int]:
             "IPv6 address."
         )
     return host, port
+
+
+def server_addresses(servers: str) -> tuple[tuple[str, int], ...]:
+    """The same of several, with commas between them: ``"10.0.0.1:29400,10.0.0.2:29400"``."""
+    return tuple(server_address(each.strip()) for each in servers.split(","))

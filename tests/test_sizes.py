@@ -25,6 +25,7 @@ MANY_PARAMETERS: dict[str, int] = {}
 # Users call these, or give their arguments on the command line: what they take is documented, and stays.
 PUBLIC = {
     "cli.plan_command.plan",
+    "cli.serve_command.serve",
     "ray.trainer.ASGDTrainer.__init__",
     "config.ExchangeConfig.create",  # the arguments of ASGDStrategy, which simulations take too
     "data_stalls.probe.stalls",
@@ -95,7 +96,8 @@ TOOLS = {
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
 # 153 of the core are changes of members one by one, exact sums of batch sizes, silence, long lists in messages.
 # 835 of the tools are simulated leases and faults, what messages cost a server, and times that end where that does.
-LINES = {"core": 32_345, "engines": 1_097, "tools": 9_165}
+# 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
+LINES = {"core": 32_905, "engines": 1_097, "tools": 9_480}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -151,8 +151,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
         run = None if self._division is None else self._division.run
         if run is not None:
-            self._job.address, self._job.run_id = self._group.share(run.find)
-            self._job.asked = run.transport
+            address, self._job.run_id = self._group.share(run.find)
+            self._job.given, self._job.finder, self._job.asked = (address,), None, run.transport
         shell = TrainerShell(trainer, self.root_device)  # type: ignore[attr-defined]
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)

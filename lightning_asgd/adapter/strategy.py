@@ -85,9 +85,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         transport: ``"rpc"``: torch's own, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install pyzmq`` and, on several machines, the same
             ``LIGHTNING_ASGD_SECRET`` on each. ``"auto"``: ``"zmq"`` where that is given. The first lines say which.
-        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. This Trainer joins it
-            as one more worker, with one device, at any time: it receives weights and progress, and leaves when it ends.
-            None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
+        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``; of a run with
+            several hosts theirs, with commas between them. This Trainer joins it as one more worker, with one device,
+            at any time: it receives weights and progress, and leaves when it ends. None: what
+            ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
         run_id: name of that run.
         island: divide the devices into groups that train in lock-step, each of which exchanges as one worker. A number:
             groups of as many devices, with DDP inside. ``"ddp"``, or a ``DDPStrategy`` or ``ModelParallelStrategy`` of

@@ -7,15 +7,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from lightning_asgd.processes.host_entry import HostEntry
+    from lightning_asgd.processes.supervisor import Supervisor
+    from lightning_asgd.server.server_process import ServerSettings
     from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["serve"]
 
 _START_S = 60.0
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 def serve(
@@ -27,56 +32,130 @@ def serve(
     transport: Literal["auto", "rpc", "zmq"] = "auto",
     snapshots: Path | None = None,
     snapshot_every_s: float = 60.0,
+    join: str | None = None,
 ) -> None:
     """Start the servers of an elastic run.
 
     Trainers attach to the run and leave it at any time. Ctrl-C or SIGTERM stops the servers, and ends the run unless it
-    has snapshots: the same command continues from them.
+    has snapshots: the same command continues from them. If other machines have joined with --join, one of them takes
+    the run over.
 
     Args:
         port: port at which workers find the run. With "zmq" they need no other; with "rpc" they need all, in both ways.
         run_id: name of the run, of your choice. Give workers the same name.
         host: name or address of this machine to listen at, IPv4 or IPv6. At the default only workers on this machine
             reach the servers, and those for which a tunnel ends there.
-        num_servers: processes that share the weights equally.
+        num_servers: processes that share the weights equally. With --join as many as the run has.
         transport: "rpc" is torch's, without authentication. "zmq" encrypts every connection, and accepts only processes
             with the same secret in the environment variable LIGHTNING_ASGD_SECRET. "auto" is "zmq" where that is set.
         snapshots: folder for snapshots of weights, optimizer states and progress. If it holds snapshots of this run,
             the run continues from them. Without a folder the run ends with its servers.
         snapshot_every_s: seconds between two snapshots. If all servers are lost at once, the updates since the latest
             snapshot are lost.
+        join: address of a host of the same run, as "host:port". This machine stands by, and takes the run over when the
+            host that serves is lost. Give workers the addresses of all hosts.
     """
-    # Here, since they import torch, which help and other commands do not need.
-    from lightning_asgd.cli.servers_health import ServersHealth
-    from lightning_asgd.processes import supervisor
-    from lightning_asgd.server.server_process import ServerSettings
+    from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
 
     _check(port, run_id, host, num_servers, snapshot_every_s)
-    version = None if snapshots is None else _version_in(snapshots, run_id, num_servers)
+    where = None if join is None else _place(join)
     stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
-    settings = ServerSettings(
-        interface=interface,
-        transport=name,
-        run=run_id,
-        snapshots="" if snapshots is None else str(snapshots.resolve()),
-        snapshot_every_s=snapshot_every_s,
-    )
     try:
-        with ServersHealth(run_id, rendezvous, name, settings.interface) as health:
-            overseer = supervisor.ensure(num_servers, rendezvous, settings)
-            overseer.hot_standby = True
-            keys = overseer.keys(num_servers)
-            for index, key in enumerate(keys):
-                rendezvous.server(index, key, _START_S)
-            rendezvous.announce_run(run_id, name, keys)
-            health.keys = keys
-            _explain(run_id, num_servers, rendezvous.address, line, (snapshots, version))
-            while not stopped:
-                time.sleep(_POLL_S)
-                overseer.check_servers()
+        entry = _entry(run_id, name, num_servers, rendezvous.address, where)
+        version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
+        overseer = supervisor.ensure(
+            entry.servers,
+            rendezvous,
+            _settings(entry, interface, snapshots, snapshot_every_s),
+            succeed=join is not None,
+        )
+        _host(
+            entry, rendezvous, overseer, interface, lambda: _explain(entry, join, line, (snapshots, version)), stopped
+        )
     finally:
         supervisor.close_current()
         rendezvous.close()
+
+
+def _host(
+    entry: HostEntry,
+    rendezvous: Rendezvous,
+    overseer: Supervisor,
+    interface: str,
+    explain: Callable[[], None],
+    stopped: list[int],
+) -> None:
+    """Host the run, or stand by, until a signal has stopped this process."""
+    from lightning_asgd.cli.run_hosting import RunHosting
+    from lightning_asgd.cli.servers_health import ServersHealth
+    from lightning_asgd.errors import LaunchError
+
+    with ServersHealth(entry.run, rendezvous, entry.transport, interface) as health:
+        for index, key in enumerate(overseer.keys(entry.servers)):
+            rendezvous.server(index, key, _START_S)
+        with RunHosting(entry, rendezvous, overseer, interface) as hosting:
+            health.keys = hosting.keys
+            until = time.monotonic() + _START_S
+            while not stopped:
+                hosting.step()
+                if hosting.takes_part and until:
+                    explain()
+                    until = 0.0
+                if until and time.monotonic() > until:
+                    raise LaunchError(
+                        f"The present host of run {entry.run!r} has not reached this one at {entry.address} within "
+                        f"{_START_S:g} s. Expected an address that all hosts reach. Give another --host."
+                    )
+                time.sleep(_POLL_S)
+                health.keys = hosting.keys
+                overseer.check_servers()
+            hosting.leave()
+
+
+def _place(join: str) -> tuple[str, int]:
+    from lightning_asgd.environment import parted
+    from lightning_asgd.errors import ConfigurationError
+
+    try:
+        return parted(join)
+    except ValueError as error:
+        raise ConfigurationError(f'join={join!r}. Expected the "host:port" of a host of the run.') from error
+
+
+def _entry(
+    run_id: str, transport: str, num_servers: int, address: tuple[str, int], join: tuple[str, int] | None
+) -> HostEntry:
+    """What this host publishes first. Raises a ``LaunchError`` if there is no such run at the address to ``join``."""
+    from lightning_asgd.environment import joined
+    from lightning_asgd.errors import LaunchError
+    from lightning_asgd.processes.host_entry import HostEntry, ask_host
+
+    me = joined(*address)
+    if join is None:
+        return HostEntry(run_id, transport, num_servers, me, term=1, present=me, hosts=(me,))
+    until = time.monotonic() + _START_S
+    while not isinstance(found := ask_host(*join), HostEntry):
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"No host of a run answers at {joined(*join)} within {_START_S:g} s. Expected `lightning-asgd serve` "
+                "there, with the same secret. Start it, or check --join and the network."
+            )
+        time.sleep(_POLL_S)
+    if (found.run, found.transport) != (run_id, transport) or num_servers not in (1, found.servers):
+        raise LaunchError(
+            f"{joined(*join)} hosts run_id={found.run!r} with transport={found.transport!r} and "
+            f"num_servers={found.servers}. Expected the same here, where run_id={run_id!r}, transport={transport!r} "
+            f"and num_servers={num_servers}."
+        )
+    return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,))
+
+
+def _settings(entry: HostEntry, interface: str, snapshots: Path | None, snapshot_every_s: float) -> ServerSettings:
+    from lightning_asgd.server.server_process import ServerSettings
+
+    folder = "" if snapshots is None else str(snapshots.resolve())
+    about: Any = {"run": entry.run, "snapshots": folder, "snapshot_every_s": snapshot_every_s}
+    return ServerSettings(interface, entry.transport, **about)
 
 
 def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float) -> None:
@@ -142,19 +221,18 @@ def _signals() -> list[int]:
     return stopped
 
 
-def _explain(
-    run_id: str, servers: int, where: tuple[str, int], line: str, found: tuple[Path | None, int | None]
-) -> None:
+def _explain(entry: HostEntry, join: str | None, line: str, found: tuple[Path | None, int | None]) -> None:
     """Print how workers find the run, the snapshots that it continues from, and the line about its transport."""
-    from lightning_asgd.transports.addresses import joined
-
-    address, number = joined(*where), "1 server" if servers == 1 else f"{servers} servers"
+    number = "1 server" if entry.servers == 1 else f"{entry.servers} servers"
     snapshots, version = found
+    if join is None:
+        known, has = entry.address, f"Run {entry.run!r} has {number} at {entry.address}."
+    else:
+        known, has = f"{join},{entry.address}", f"{entry.address} stands by for run {entry.run!r}, with {number}."
     sys.stdout.write(
-        f"Run {run_id!r} has {number} at {address}. Workers attach with\n"
-        f'  Trainer(strategy=ASGDStrategy(server="{address}", run_id={run_id!r}), ...)\n'
+        f'{has} Workers attach with\n  Trainer(strategy=ASGDStrategy(server="{known}", run_id={entry.run!r}), ...)\n'
     )
-    if version is not None:
+    if version is not None and join is None:
         sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -24,7 +24,8 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
     """Show the workers of an elastic run, and its progress.
 
     Args:
-        server: address of the servers, as "host:port" or "[IPv6]:port", as `lightning-asgd serve` prints it.
+        server: address of the servers, as "host:port" or "[IPv6]:port", as `lightning-asgd serve` prints it; of several
+            hosts with commas between them.
         watch: update the table until Ctrl-C.
         every_n_seconds: seconds between two updates.
     """
@@ -49,13 +50,15 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
 
 
 def _connect(server: str) -> tuple[Transport, str]:
-    from lightning_asgd.config import SECRET_ENV, server_address
+    from lightning_asgd.config import SECRET_ENV
+    from lightning_asgd.environment import server_addresses
     from lightning_asgd.errors import LaunchError
+    from lightning_asgd.processes.run_finder import RunFinder
     from lightning_asgd.transports import registry
     from lightning_asgd.transports.addresses import interface_of, local_address_towards
     from lightning_asgd.transports.rendezvous import Rendezvous
 
-    host, port = server_address(server)
+    host, port = RunFinder(server_addresses(server)).find(_START_S)
     rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)
     kind = registry.kind_of(run["transport"])
     if SECRET_ENV in os.environ and not kind.encrypted:

@@ -40,9 +40,10 @@ class AsyncSGD(LoopControls):
         module: what is trained, on its device.
         optimizers: one or several. Of several, the last one takes the last step of a batch.
         schedulers: learning-rate schedulers, whose state a worker that joins later takes over from the others.
-        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``. The worker joins it at
-            any time. None: what ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name; else a job whose workers
-            start and end together, with the variables that torchrun sets; or a worker alone without these.
+        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``; of a run with
+            several hosts theirs, with commas between them. The worker joins it at any time. None: what
+            ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name; else a job whose workers start and end
+            together, with the variables that torchrun sets; or a worker alone without these.
         run_id: name of that run.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
         total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.

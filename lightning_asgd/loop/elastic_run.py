@@ -6,7 +6,9 @@ What a worker learns when it joins, and publishes to the others, is in ``worker/
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -29,6 +31,11 @@ from lightning_asgd.worker.session_client import HeartbeatThread
 __all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
+
+_BEAT_S = 1.0  # at most between two heartbeats where another host may take over: they extend the present one's lease
+_SILENT_S = 1.5  # without an answer, after which a worker looks for another host
+_LOOK_S = 5.0  # for which it looks before the next heartbeat
+_PAUSE_S = 0.3
 
 
 class ElasticFleet(Fleet):
@@ -96,7 +103,26 @@ class ElasticFleet(Fleet):
         except ASGDError as error:  # such as a lost coordinator; a server then misses their heartbeats
             log.info("Worker %d could not report which workers of this machine have died: %s", worker, error)
         about = (self._tell, self.board, self.attachment.note_chief, heard)
-        self._heartbeat = HeartbeatThread(self.client, self._config.timeouts.silence_s, *about)
+        finder = self._job.finder
+        every_s = _BEAT_S if finder is not None and finder.several else math.inf
+        self._heartbeat = HeartbeatThread(
+            self.client, self._config.timeouts.silence_s, *about, at_least_every_s=every_s
+        )
+        self._heartbeat.on_silence = self._look_for_host
+
+    def _look_for_host(self, silent_s: float) -> None:
+        """The coordinator does not answer: its machine may be lost, though no connection has broken."""
+        finder, recovery = self._job.finder, self._recovery
+        if finder is None or not finder.several or recovery is None or silent_s < _SILENT_S:
+            return
+        replaced, term, until = tuple(self.client.connection.replaced), finder.term, time.monotonic() + _LOOK_S
+        try:
+            while finder.look() is None and time.monotonic() < until:
+                time.sleep(_PAUSE_S)
+        except Exception:  # else the heartbeats would end, and no message would say why
+            log.exception("Worker %d could not look for another host of the run.", self.client.connection.worker)
+        if finder.term != term:
+            recovery.lose_all(replaced)
 
     def _report_dead(self) -> None:
         """Report workers of this machine whose processes have ended: an engine may have started this one instead.
@@ -119,7 +145,10 @@ class ElasticFleet(Fleet):
     def _arrive(self) -> int:
         while True:
             try:
-                return self.attachment.arrive(self._shell.device)
+                heard = self.attachment.arrive(self._shell.device)
+                if self._job.finder is not None:
+                    self._job.finder.worker = self.client.connection.worker
+                return heard
             except ServerLostError as error:
                 if error.server is None:
                     raise

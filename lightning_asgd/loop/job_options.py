@@ -10,7 +10,8 @@ from typing import Any
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import RUN_ENV, SERVER_ENV, ExchangeConfig, Timeouts, positive_int, server_address
+from lightning_asgd.config import RUN_ENV, SERVER_ENV, ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.environment import server_addresses
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import check_units
 from lightning_asgd.protocol import Policy
@@ -77,7 +78,7 @@ class JobOptions:
         check_units(self.units)
         if self.server is not None or self.run_id is not None:
             self._check_attaches()
-            _ = self.address
+            _ = self.addresses
 
     def _check_attaches(self) -> None:
         """Check what was given together with ``server=`` or ``run_id=``."""
@@ -128,9 +129,9 @@ class JobOptions:
         )
 
     @property
-    def address(self) -> tuple[str, int] | None:
-        """Where the servers of a run are; None in a job of its own."""
-        return None if self.server is None else server_address(self.server)
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """Where the servers of a run may be; none in a job of its own."""
+        return () if self.server is None else server_addresses(self.server)
 
     def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

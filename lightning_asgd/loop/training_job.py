@@ -18,6 +18,7 @@ from lightning_asgd.loop.job_address import Surroundings
 from lightning_asgd.loop.job_options import JobOptions
 from lightning_asgd.processes import rank_variables, returned_host, supervisor
 from lightning_asgd.processes.returned_host import Arrival, Moved
+from lightning_asgd.processes.run_finder import RunFinder
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports import registry
@@ -98,6 +99,8 @@ class TrainingJob:
         external: whether a user or an engine has started the workers, such as torchrun.
         run_id: name of the elastic run that this process joins; empty for a job.
         hosts: which worker hosts the servers, where another one can take over; None where the main process does.
+        given: addresses of the hosts of the run.
+        finder: where that run is served now; None in a job, and before the run was found.
         program: tells the job from another one at the same address.
         arrival: this process until it has been connected, where it may have been started again; else None.
     """
@@ -119,6 +122,8 @@ class TrainingJob:
     external: bool = False
     run_id: str = ""
     hosts: ServerHosts | None = None
+    given: tuple[tuple[str, int], ...] = ()
+    finder: RunFinder | None = None
     program: str = ""
     arrival: Arrival | None = None
 
@@ -134,13 +139,13 @@ class TrainingJob:
             config.restorable and not options.policy.abort,
             options.transport,
             config.snapshot_every_s if writes else 0.0,
-            address=options.address,
+            given=options.addresses,
             run_id=options.run_id or "",
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: libraries save a strategy together with a model."""
-        return {**self.__dict__, "hosts": None}
+        return {**self.__dict__, "hosts": None, "finder": None}
 
     @property
     def attaches(self) -> bool:
@@ -230,9 +235,11 @@ class TrainingJob:
 
     def find_run(self) -> None:
         """Find the servers of the run, which are running already."""
-        if self.address is None:
+        if not self.given:
             raise LaunchError("No address of the servers was given.")
         self.transport, self.why, _ = job_address.choose_transport(self.asked, one_machine=False)
+        self.finder = self.finder or RunFinder(self.given)
+        self.address = self.finder.find(self.start_timeout_s)
         rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
         rendezvous.close()
         self.interface = interface_of(local_address_towards(self.address[0]))
@@ -267,7 +274,7 @@ class TrainingJob:
     def _may_be_refused_s(self, addresses: Sequence[str]) -> float:
         """For how long a machine may refuse connections before its process is taken for lost.
 
-        Zero, except at the end of a tunnel, which may be restarted, and in an elastic run, whose servers may be.
+        Zero, except at the end of a tunnel, which may be restarted, and in an elastic run with one host, which may be.
         """
         way = ServerAddress.of(addresses[0]) if addresses[0].startswith("tcp://") else None
         tunnel = way is not None and way.number > 0 and is_loopback(way.host)  # the servers are on another machine
@@ -278,7 +285,8 @@ class TrainingJob:
                 "Expected on_worker_failure='abort' on all machines, an elastic run, or a MASTER_ADDR "
                 "that is no loopback address."
             )
-        return _REFUSED_S if tunnel or self.attaches else 0.0
+        waits = self.attaches and not (self.finder is not None and self.finder.several)
+        return _REFUSED_S if tunnel or waits else 0.0
 
     def _find_servers(self) -> list[str]:
         """Wait for the addresses of the session's servers. Raises :class:`_HasMoved` if these are elsewhere."""
@@ -321,10 +329,15 @@ class TrainingJob:
         while True:
             self._locate()
             try:
-                return self._rendezvous(None if self.hosts is None else min(_ATTEMPT_S, self.start_timeout_s))
+                return self._rendezvous(min(_ATTEMPT_S, self.start_timeout_s) if self._may_be_elsewhere else None)
             except LaunchError:
-                if self.hosts is None or time.monotonic() > deadline:
+                if not self._may_be_elsewhere or time.monotonic() > deadline:
                     raise
+
+    @property
+    def _may_be_elsewhere(self) -> bool:
+        """Whether another process may host the servers next."""
+        return self.hosts is not None or (self.finder is not None and self.finder.several)
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
@@ -340,12 +353,15 @@ class TrainingJob:
                 until = time.monotonic() + self.start_timeout_s
             if hosts is not None:
                 hosts.check_host(self.name or "")
+            if self.finder is not None and not self.finder.follows(there):
+                raise LaunchError("The servers of the run have another host now.")
 
         tended = False  # as of a run whose driver waits for a replacement as long as that takes
         while True:
             address = self.address
             try:
-                with self._reach_host() as rendezvous:
+                with self._reach_host() as there:
+                    rendezvous = there
                     address, tended = rendezvous.address, rendezvous.tended
                     keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
                     return rendezvous.server(server, keys[server], self.start_timeout_s, before, check)
@@ -358,9 +374,11 @@ class TrainingJob:
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
     def _locate(self) -> None:
-        """If the worker that hosts the servers is lost, wait until another worker hosts them."""
+        """If the host of the servers is lost, wait until another worker, or another host of a run, hosts them."""
         if self.hosts is not None:
             self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
+        elif self.finder is not None and self.finder.several:
+            self.address = self.finder.locate(self.start_timeout_s)
 
     def look_for_host(self) -> bool:
         """Look once for another worker that hosts the servers; whether there is one."""

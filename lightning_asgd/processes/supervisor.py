@@ -192,6 +192,16 @@ class Supervisor:
         servers, self._servers, self.rendezvous = self._servers, [], None
         self._end(servers)
 
+    def kill_servers(self) -> None:
+        """Kill all servers at once: another host's succeed them."""
+        with self._lock:
+            servers, self._servers = self._servers, []
+        for server in servers:
+            server.process.kill()
+        for server in servers:
+            server.process.wait()
+            server.close()
+
     def _end(self, servers: list[ServerHandle]) -> None:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
@@ -249,6 +259,9 @@ class Supervisor:
             self._standby, self._quiet_since = None, -math.inf  # where one has died another one may
             self.register(replacement.process.pid)
             with self._lock:
+                if server not in self._servers:  # killed meanwhile: another host's succeeds it
+                    replacement.process.kill()
+                    return
                 self._exits = [each for each in self._exits if not self.has_returned(each["worker"])]
                 for exited in self._exits:
                     replacement.report_exit(**exited)

@@ -138,9 +138,9 @@ def run_server(argv: list[str] | None = None) -> int:
             deadline = time.monotonic() + _FAREWELL_S
             while not stopped and time.monotonic() < deadline and _has_workers(service):
                 time.sleep(_TICK_S)
-    if shut:  # as if it was killed: a worker that waits for a reply gets it from the replacement
-        sys.stderr.write(_SHUT)
-        sys.stderr.flush()
+    if shut:
+        os.write(sys.stderr.fileno(), _SHUT.encode())
+    if shut or (settings.run and not stopped):  # as if it was killed: workers get their replies from a replacement
         os._exit(1)
     service.close()
     server.close()

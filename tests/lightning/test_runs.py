@@ -522,7 +522,7 @@ def test_the_environment_names_a_run_for_a_strategy_without_one(monkeypatch: pyt
     with pytest.raises(ConfigurationError, match="Expected both, or neither"):
         ASGDStrategy(2)
     monkeypatch.setenv("LIGHTNING_ASGD_RUN_ID", "theirs")
-    assert (ASGDStrategy(2).options.address, ASGDStrategy(2).options.run_id) == (("host", 1), "theirs")
+    assert (ASGDStrategy(2).options.addresses, ASGDStrategy(2).options.run_id) == ((("host", 1),), "theirs")
     given = ASGDStrategy(2, server="other:2", run_id="mine").options
     assert (given.address, given.run_id) == (("other", 2), "mine")
 

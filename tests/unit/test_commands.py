@@ -74,6 +74,7 @@ NUMBERS = "plan --link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3 --sim
         ("plan --link-gbit-s 1 --module m:Net --batch-sizes 8,0", "--batch-sizes 0. Expected a whole number"),
         ("serve --port 0 --run-id a --host 0.0.0.0", "--host '0.0.0.0'. Expected the address at which workers reach"),
         ("serve --port 0 --run-id a --snapshots FILE", "--snapshots 'FILE' cannot be written to: "),
+        ("serve --port 0 --run-id a --join here", "--join 'here'. Expected the \"host:port\" of a host of the run"),
         ("serve --port TAKEN --run-id a", "Give another --port, or a --host of this machine."),
         ("serve --port 0 --run-id a --host 192.0.2.77", "Give another --port, or a --host of this machine."),
         ("status 127.0.0.1:70000", "server '127.0.0.1:70000'. Expected \"host:port\""),

@@ -1,0 +1,236 @@
+"""What a ``serve`` process does beside its servers: it hosts the run, or stands by to take over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_asgd.environment import parted
+from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, vote_of
+from lightning_asgd.processes.run_host import Action, RunHost
+from lightning_asgd.processes.supervisor import Supervisor
+from lightning_asgd.protocol import Status, StatusRequest
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.addresses import listens
+from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.transports.transport import Transport
+
+__all__ = ["RunHosting"]
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 0.3  # between two questions to another host
+_CALL_S = 1.0
+_STATUS_S = 0.5  # between two questions to the coordinator
+_ANSWER_S = 5.0
+
+
+class _OtherHost:
+    """Asks another host again and again, in a thread: a host that has vanished takes a second each time."""
+
+    def __init__(self, address: str, note: Callable[[str, HostEntry | None, float, bool], None]) -> None:
+        self._address, self._note = address, note
+        self._unsent: dict[str, Any] = {}
+        self._closed = threading.Event()
+        self._there: Rendezvous | None = None
+        threading.Thread(target=self._run, name="lightning_asgd.host", daemon=True).start()
+
+    def send(self, key: str, value: Any) -> None:
+        """Publish a value in its rendezvous, as soon as it can be reached."""
+        self._unsent[key] = value
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_ASK_S):
+            asked_at, host = time.monotonic(), parted(self._address)
+            try:
+                if self._there is None:
+                    self._there = Rendezvous.connect(*host, _CALL_S, elsewhere=True)
+                for key in list(self._unsent):
+                    self._there.put(key, self._unsent.pop(key))
+                entry = HostEntry.of(self._there.peek(HOST_KEY, dict))
+                self._note(self._address, entry, asked_at, False)
+            except RuntimeError:
+                self._drop()
+                self._note(self._address, None, asked_at, listens(*host) is False)
+        self._drop()
+
+    def _drop(self) -> None:
+        there, self._there = self._there, None
+        if there is not None:
+            there.close()
+
+
+class _Heard:
+    """When this host's coordinator has heard each worker. It is asked without waiting for its answer."""
+
+    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str) -> None:
+        self._rendezvous, self._kind, self._interface = rendezvous, registry.kind_of(transport), interface
+        self._connection: Transport | None = None
+        self._call: Any = None
+        self._asked_at = 0.0
+        self.at: Mapping[int, float] = {}
+
+    def look(self, key: str, now: float) -> None:
+        """Take an answer that has arrived; ask again now and then."""
+        if self._call is not None and self._call.done():
+            call, self._call = self._call, None
+            with contextlib.suppress(RuntimeError):
+                self._take(call.wait())
+        elif self._call is None and now > self._asked_at + _STATUS_S:
+            self._asked_at = now
+            address = str(self._rendezvous.peek_server(key).get("address", ""))
+            if address:
+                with contextlib.suppress(RuntimeError):
+                    self._call = self._connected(address).call(0, StatusRequest(), _ANSWER_S)
+
+    def _take(self, answer: Any) -> None:
+        if isinstance(answer, Status):
+            asked = self._asked_at
+            self.at = {w.worker: min(asked - w.silent_s, asked) for w in answer.workers if not w.away}
+
+    def _connected(self, address: str) -> Transport:
+        connection = self._connection
+        if connection is None or not connection.alive or connection.addresses != (address,):
+            self.close()
+            self._connection = connection = self._kind.connect([address], self._interface)
+        return connection
+
+    def close(self) -> None:
+        """Close the connection, and forget what was heard over it."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._call, self.at = None, None, {}
+
+
+class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
+    """Keeps this process's :class:`RunHost` informed, and does what it decides.
+
+    Args:
+        entry: what this host publishes first.
+        rendezvous: its own.
+        overseer: of its servers, which it has started.
+        interface: of the network, for connections to its servers.
+    """
+
+    def __init__(self, entry: HostEntry, rendezvous: Rendezvous, overseer: Supervisor, interface: str) -> None:
+        self._host, self._lock = RunHost(entry, time.monotonic()), threading.Lock()
+        self._rendezvous, self._overseer = rendezvous, overseer
+        self._others: dict[str, _OtherHost] = {}
+        self._heard = _Heard(rendezvous, entry.transport, interface)
+        self._published: HostEntry | None = None
+        self._voted: Any = None
+        self.keys = overseer.keys(entry.servers)
+        """Of this host's servers, in its rendezvous."""
+        self._publish()
+        if entry.serves:
+            self._announce()
+
+    def _add(self, address: str) -> None:
+        """Another host is there."""
+        with self._lock:
+            self._host.add(address)
+
+    @property
+    def entry(self) -> HostEntry:
+        """What this host publishes now."""
+        return self._host.entry
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it serves, or could take over as far as the present host knows."""
+        return self.entry.serves or (self.entry.ready and self.entry.address in self.entry.hosts)
+
+    def step(self) -> None:
+        """Decide what to do now, and do it. Called several times a second."""
+        now = time.monotonic()
+        if (joins := self._rendezvous.peek(JOIN_KEY, str)) is not None:
+            self._add(joins)
+        stop = self._rendezvous.peek(STOP_KEY, dict) or {}
+        if stop.get("by"):
+            self._add(str(stop["by"]))
+        self._ask_others()
+        if self.entry.serves and self._others:
+            self._heard.look(self.keys[0], now)
+        elif not self.entry.serves:
+            self._look_for_votes(now)
+            if not self.entry.ready and self._have_started():
+                self._host.be_ready()
+        with self._lock:
+            action = self._host.step(now, self._heard.at, stop=int(stop.get("term", 0)))
+        self._do(action)
+        self._publish()
+
+    def leave(self) -> None:
+        """Let another host take over, if there is one: kill the servers, as if this machine was lost."""
+        if self.entry.serves and len(self.entry.hosts) > 1:
+            log.warning(
+                "Another host takes over: %s.", ", ".join(h for h in self.entry.hosts if h != self.entry.address)
+            )
+            self._overseer.kill_servers()
+
+    def __exit__(self, *_: object) -> None:
+        for other in self._others.values():
+            other.close()
+        self._heard.close()
+
+    def _ask_others(self) -> None:
+        for address in set(self._host.others) - self._others.keys():
+            self._others[address] = _OtherHost(address, self._note)
+        for address in self._others.keys() - set(self._host.others):
+            self._others.pop(address).close()
+        entry = self.entry
+        if not entry.serves and entry.address not in entry.hosts:
+            for address in (entry.present,) if entry.present in self._others else self._others:
+                self._others[address].send(JOIN_KEY, entry.address)
+
+    def _note(self, address: str, entry: HostEntry | None, asked_at: float, ended: bool) -> None:
+        with self._lock:
+            self._host.see(address, entry, asked_at, ended=ended)
+
+    def _look_for_votes(self, now: float) -> None:
+        """Read the workers' votes, if there are others than at the last time."""
+        voted = self._rendezvous.peek(VOTED_KEY, list)
+        if voted == self._voted:
+            return
+        self._voted = voted
+        for worker in self.entry.workers:
+            match self._rendezvous.peek(vote_of(worker), list):
+                case [int(term), int(number)]:
+                    self._host.note_vote(worker, term, number, now)
+
+    def _have_started(self) -> bool:
+        return all(self._rendezvous.peek_server(key).get("address") for key in self.keys)
+
+    def _do(self, action: Action) -> None:
+        entry = self.entry
+        if action is Action.SERVE:
+            log.warning(
+                "The workers have lost the host of run %r. This host takes over (term %d).", entry.run, entry.term
+            )
+            self._announce()
+        elif action is Action.STOP:
+            self._overseer.hot_standby = False
+            self._overseer.kill_servers()
+            log.warning("Another host may have taken over run %r: the servers of this host were killed.", entry.run)
+            self._heard.close()
+            self._overseer.add_servers(entry.servers, succeed=True)
+            self.keys = self._overseer.keys(entry.servers)
+        elif action is Action.ASK_TO_STOP and self._host.rival in self._others:
+            self._others[self._host.rival].send(STOP_KEY, {"term": self._host.rival_term, "by": entry.address})
+
+    def _announce(self) -> None:
+        self._overseer.hot_standby = True
+        self._rendezvous.announce_run(self.entry.run, self.entry.transport, self.keys)
+
+    def _publish(self) -> None:
+        if self.entry != self._published:
+            self._published = self.entry
+            self._rendezvous.put(HOST_KEY, self.entry.to_dict())

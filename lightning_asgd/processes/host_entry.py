@@ -1,0 +1,97 @@
+"""What a ``serve`` process publishes of an elastic run that several of them may host, and how others ask it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_asgd.environment import parted
+from lightning_asgd.transports.addresses import listens
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = ["HOST_KEY", "JOIN_KEY", "STOP_KEY", "VOTED_KEY", "HostEntry", "ask_host", "reach_host", "vote_of"]
+
+HOST_KEY = "host"
+"""The rendezvous key of a host's entry."""
+JOIN_KEY = "host that joins"
+STOP_KEY = "host to stop"
+VOTED_KEY = "latest vote"
+_CALL_S = 1.0  # for a connection, and for a call
+
+
+def vote_of(worker: int) -> str:
+    """The rendezvous key of a worker's vote: the term whose host it has lost, and how often it has voted."""
+    return f"vote/{worker}"
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """A run host, and what it knows of the run. Addresses are texts, as each host names itself."""
+
+    run: str
+    transport: str
+    servers: int  # of the run
+    address: str  # its own
+    term: int = 0  # raised whenever another host takes over; 0 until it knows of any
+    present: str = ""  # the host whose servers the workers use; empty if there is none
+    hosts: tuple[str, ...] = ()  # all, in the order in which they joined
+    workers: tuple[int, ...] = ()  # those that elect the next host
+    ready: bool = False  # whether it could take over
+    campaigns: bool = False  # whether it may be about to take over
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is the present host itself."""
+        return self.present == self.address
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the rendezvous."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, found: Any) -> HostEntry | None:
+        """What :meth:`to_dict` made; None if it is something else."""
+        match found:
+            case {
+                "run": str(run),
+                "transport": str(transport),
+                "servers": int(servers),
+                "address": str(address),
+                "term": int(term),
+                "present": str(present),
+                "hosts": [*hosts],
+                "workers": [*workers],
+                "ready": bool(ready),
+                "campaigns": bool(campaigns),
+            } if all(_is_address(each) for each in (address, *hosts)) and all(isinstance(n, int) for n in workers):
+                about = run, transport, servers, address, term, present, tuple(hosts), tuple(workers)
+                return cls(*about, ready, campaigns)
+        return None
+
+
+def _is_address(found: Any) -> bool:
+    try:
+        return isinstance(found, str) and bool(parted(found))
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def reach_host(host: str, port: int) -> Iterator[Rendezvous]:
+    """A short connection to a host's rendezvous. Raises a ``RuntimeError`` if the host does not answer soon."""
+    with Rendezvous.connect(host, port, _CALL_S, elsewhere=True) as there:
+        yield there
+
+
+def ask_host(host: str, port: int) -> HostEntry | bool | None:
+    """A host's entry; False if its process has ended, None if it does not answer, True if it publishes none."""
+    listening = listens(host, port)
+    if not listening:
+        return listening
+    try:
+        with reach_host(host, port) as there:
+            return HostEntry.of(there.peek(HOST_KEY, dict)) or True
+    except RuntimeError:
+        return None

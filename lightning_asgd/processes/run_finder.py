@@ -1,0 +1,156 @@
+"""Where a worker finds the servers of an elastic run, and how it votes for another host when they are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from lightning_asgd.environment import joined, parted
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.processes.host_entry import HOST_KEY, VOTED_KEY, HostEntry, ask_host, reach_host, vote_of
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = ["RunFinder"]
+
+Way = tuple[str, int]
+
+_PAUSE_S = 0.2
+_VOTE_S = 5.0  # as the hosts count it
+
+
+def _cast(way: Way, worker: int, vote: list[int]) -> None:
+    """Publish a vote at a host; a host that does not answer is asked again later."""
+    with contextlib.suppress(RuntimeError), reach_host(*way) as there:
+        there.put(vote_of(worker), vote)
+        there.put(VOTED_KEY, [worker, *vote])  # the host reads the votes when this changes
+
+
+class RunFinder:
+    """The hosts of one run, as one worker knows them. Any thread may use it.
+
+    Args:
+        given: addresses of hosts, of which at least one has to live when the worker joins.
+        ask: a host's entry; False if its process has ended, None if it does not answer, True if it publishes none.
+        cast: publishes a vote at a host.
+        clock: seconds.
+
+    Attributes:
+        worker: this worker's number, once it has one.
+        term: of the host whose servers it uses; 0 before it knows any.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Way],
+        *,
+        ask: Callable[[str, int], HostEntry | bool | None] = ask_host,
+        cast: Callable[[Way, int, list[int]], None] = _cast,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker = self.term = 0
+        self._given = tuple(given)
+        self._ways = {joined(*way): way for way in given}  # by the address that a host has for itself, once it is known
+        self._hosts: tuple[str, ...] = ()  # in the order in which they are candidates
+        self._present = ""
+        self._ask, self._cast, self._clock = ask, cast, clock
+        self._voted_for, self._voted_at, self._votes = "", 0.0, 0
+        self._lock = threading.Lock()
+
+    @property
+    def several(self) -> bool:
+        """Whether another host may take over."""
+        return len(self._ways) > 1
+
+    def find(self, timeout_s: float) -> Way:
+        """The address of the host that serves. If only one is known, and it says nothing of others, that one."""
+        self.term, self._present = 0, ""
+        return self.locate(timeout_s, may_be_alone=True)
+
+    def locate(self, timeout_s: float, *, may_be_alone: bool = False) -> Way:
+        """The address of the host that serves; votes for another one meanwhile. Raises a :class:`LaunchError`."""
+        deadline = self._clock() + timeout_s
+        while (found := self.look()) is None:
+            if may_be_alone and not self.several:
+                return self._given[0]
+            if self._clock() > deadline:
+                raise LaunchError(
+                    f"None of the hosts {', '.join(self._ways)} serves the run. Expected one of them to serve it, or "
+                    "to take it over once more than half of the workers have lost the one that did. Look at the output "
+                    "of `lightning-asgd serve` there, and check the network."
+                )
+            time.sleep(_PAUSE_S)
+        return found
+
+    def look(self) -> Way | None:
+        """Look once for the host that serves. If there is none, vote for the first that could."""
+        with self._lock:
+            seen: dict[str, HostEntry] = {}
+            gone: set[str] = set()
+            for name, answer in self._answers():
+                if isinstance(answer, HostEntry):
+                    name = self._note(name, answer)
+                    seen[name] = answer
+                    if self.term and self._is_next(answer):
+                        return self._use(answer)
+                elif answer is False:
+                    gone.add(name)
+            serving = [entry for entry in seen.values() if self._is_next(entry)]
+            # A host may have been started once more after all of them had ended.
+            serving = serving or [e for e in seen.values() if e.serves and self._ways.keys() <= gone | {e.address}]
+            if serving:
+                return self._use(max(serving, key=lambda entry: entry.term))
+            self._vote(list(seen.values()), gone)
+            return None
+
+    def follows(self, rendezvous: Rendezvous) -> bool:
+        """Whether a host still serves, as it says itself; True for one that publishes nothing of the kind."""
+        entry = HostEntry.of(rendezvous.peek(HOST_KEY, dict))
+        return entry is None or self._is_next(entry)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the present host does not serve any more, as far as this worker sees."""
+        way = self._ways.get(self._present)
+        answer = None if way is None else self._ask(*way)
+        return not (isinstance(answer, HostEntry) and self._is_next(answer))
+
+    def _is_next(self, entry: HostEntry) -> bool:
+        return entry.serves and (entry.term > self.term or (entry.term == self.term and entry.address == self._present))
+
+    def _answers(self) -> Iterator[tuple[str, HostEntry | bool | None]]:
+        """What all hosts answer, as they do."""
+        asks = ThreadPoolExecutor(len(self._ways))
+        try:
+            names = {asks.submit(self._ask, *way): name for name, way in self._ways.items()}
+            for each in as_completed(names):
+                yield names[each], each.result()
+        finally:
+            asks.shutdown(wait=False)
+
+    def _note(self, name: str, entry: HostEntry) -> str:
+        """Learn from a host's entry how it and others are called."""
+        if name != entry.address:
+            self._ways[entry.address] = self._ways.pop(name)
+        for host in entry.hosts:
+            self._ways.setdefault(host, parted(host))
+        return entry.address
+
+    def _use(self, entry: HostEntry) -> Way:
+        self.term, self._present, self._hosts = entry.term, entry.address, entry.hosts
+        return self._ways[entry.address]
+
+    def _vote(self, seen: list[HostEntry], gone: set[str]) -> None:
+        """Vote for the first host that could take over, unless an earlier vote may still count for another one."""
+        if not self.worker or not self.term:
+            return
+        able = {entry.address for entry in seen if entry.ready and not entry.serves}
+        order = (*self._hosts, *sorted(able))
+        candidate = next((host for host in order if host in able), "")
+        recent = self._clock() <= self._voted_at + _VOTE_S and self._voted_for not in gone
+        if not candidate or (self._votes and candidate != self._voted_for and recent):
+            return
+        self._voted_for, self._voted_at, self._votes = candidate, self._clock(), self._votes + 1
+        self._cast(self._ways[candidate], self.worker, [self.term, self._votes])

@@ -1,0 +1,241 @@
+"""Which of several ``serve`` processes hosts the servers of an elastic run: one host's part in that decision.
+
+Pure: no network, no threads, time as an argument. The *present host* serves, the others stand by. When the workers lose
+the present host, they vote for a standby host, which takes over once it has the votes of more than half of them.
+
+Two hosts must not serve at once. So the present host has a *lease*: for ``LEASE_S`` after every moment for which it
+knows that no other host can have taken over. It knows that if every standby host has answered that it does not
+campaign, or if more than half of the workers were heard, who had then not voted for another host. Without a lease it
+kills its servers. A candidate that cannot reach the present host waits until that lease is over. It waits for nothing
+if the present host's process has ended, or has killed its servers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from lightning_asgd.processes.host_entry import HostEntry
+
+__all__ = ["LEASE_S", "Action", "RunHost"]
+
+LEASE_S = 2.5
+"""For which the present host serves without hearing from others; workers send heartbeats more often."""
+_MARGIN_S = 0.5  # for killing servers, and for clocks of different speeds
+_VOTE_S = 5.0  # that a vote counts if it is not renewed
+_FRESH_S = 1.5  # for which an answer says that a host is reachable
+_UNLIST_S = 10.0  # without an answer, after which a host is not named any more
+_FORGET_S = 60.0  # without the present host, after which a standby host may not take over any more
+_ARRIVE_S = 30.0  # for workers to come to a host that has taken over
+_MOST = 4096  # workers that elect hosts; an entry of the rendezvous has a limit
+_PAUSED_S = 2.0  # a longer time between two steps: this process was suspended
+
+
+class Action(Enum):
+    """What a host has to do now."""
+
+    NOTHING = "nothing"
+    SERVE = "announce its servers"
+    STOP = "kill its servers, and stand by"
+    ASK_TO_STOP = "ask the host that serves to stop"
+
+
+@dataclass
+class _Sight:
+    """What another host has answered."""
+
+    entry: HostEntry | None = None
+    asked_at: float = -math.inf  # when the question was sent whose answer this is
+    confirmed_at: float = -math.inf  # the same of the latest answer that it does not campaign
+    ended: bool = False  # whether its process has ended
+
+
+@dataclass
+class _Vote:
+    """A worker's latest vote: its term and number, since when it is renewed, and when that was last seen."""
+
+    term: int
+    number: int
+    since: float
+    at: float
+
+
+class RunHost:
+    """One host. It begins as the present host, or stands by.
+
+    Args:
+        entry: what it publishes first.
+        now: seconds.
+
+    Attributes:
+        entry: what it publishes now.
+        rival: the host that is to be asked to stop.
+        rival_term: its term.
+    """
+
+    def __init__(self, entry: HostEntry, now: float) -> None:
+        self.entry = entry
+        self.rival, self.rival_term = "", 0
+        self._sights: dict[str, _Sight] = {}
+        self._votes: dict[int, _Vote] = {}
+        self._present_at = now  # when the present host was last known to serve
+        self._campaigns_at = math.inf  # since when others can see that this one may take over
+        self._sure_until = now + LEASE_S
+        self._awaits_workers = False  # after a takeover
+        self._stepped_at = now
+        for address in entry.hosts:
+            self.add(address, now)
+
+    def be_ready(self) -> None:
+        """Its servers have started: it can take over."""
+        self.entry = replace(self.entry, ready=not self.entry.serves)
+
+    @property
+    def others(self) -> Collection[str]:
+        """The addresses of all other hosts that are known."""
+        return self._sights.keys()
+
+    def add(self, address: str, known_at: float = -math.inf) -> None:
+        """Another host is there; it may take over if another host has known it, at latest at that time."""
+        if address != self.entry.address:
+            self._sights.setdefault(address, _Sight(confirmed_at=known_at))
+
+    def see(self, address: str, entry: HostEntry | None, asked_at: float, *, ended: bool = False) -> None:
+        """Note what another host has answered to a question sent at that time, or that its process has ended."""
+        sight = self._sights.get(address)
+        if sight is None or (entry is not None and entry.run != self.entry.run):
+            return
+        sight.ended |= ended
+        if entry is not None:
+            sight.entry, sight.asked_at, sight.ended = entry, asked_at, False
+            if not entry.campaigns and not entry.serves:
+                sight.confirmed_at = asked_at
+
+    def note_vote(self, worker: int, term: int, number: int, now: float) -> None:
+        """Note a worker's vote as it is in the rendezvous now; one that has not changed is not renewed."""
+        known = self._votes.get(worker)
+        if known is not None and (known.term, known.number) == (term, number):
+            return
+        renewed = known is not None and known.term == term and now <= known.at + _VOTE_S
+        seen_late = now > self._stepped_at + _PAUSED_S  # it may be an old one
+        at = -math.inf if seen_late else now
+        self._votes[worker] = _Vote(term, number, known.since if renewed and known is not None else at, at)
+
+    def step(self, now: float, heard: Mapping[int, float], *, stop: int = 0) -> Action:
+        """What to do now.
+
+        Args:
+            now: seconds.
+            heard: as the present host: its workers, and when each was heard.
+            stop: the term that another host has asked this one to end.
+        """
+        action = self._serve_on(now, heard, stop) if self.entry.serves else self._stand_by(now)
+        if action is Action.STOP:
+            self._present_at = now
+            self.entry = replace(self.entry, present="", ready=False, campaigns=True)
+        self._stepped_at = now
+        return action
+
+    # ------------------------------------------------------------------ the present host
+
+    def _serve_on(self, now: float, heard: Mapping[int, float], stop: int) -> Action:
+        mine = self.entry.term
+        sights = {address: sight.entry for address, sight in self._sights.items() if not sight.ended}
+        serving = {address: entry for address, entry in sights.items() if entry is not None and entry.serves}
+        if stop >= mine or any(entry.term > mine for entry in serving.values()):
+            return Action.STOP
+        self._list(now)
+        standing_by = [s for s in self._sights.values() if not s.ended and s.confirmed_at > -math.inf]
+        electors = [self.entry.workers]
+        electors += [s.entry.workers for s in standing_by if s.entry is not None and s.entry.term == mine]
+        by_workers = min(_heard_by_most(workers, heard, now) for workers in electors)
+        if self._awaits_workers and by_workers > -math.inf:
+            self._awaits_workers, self._sure_until = False, now
+        confirmed = min((sight.confirmed_at for sight in standing_by), default=now)
+        self._sure_until = max(self._sure_until, max(confirmed, by_workers) + LEASE_S)
+        if now > self._sure_until:
+            return Action.STOP
+        if not self._awaits_workers and all(workers == self.entry.workers for workers in electors):
+            # Only once all know the latest list: two majorities of one list have a worker in common.
+            self.entry = replace(self.entry, workers=tuple(sorted(heard)[:_MOST]))
+        self.rival, self.rival_term = next(
+            ((a, entry.term) for a, entry in serving.items() if entry.term < mine), ("", 0)
+        )
+        return Action.ASK_TO_STOP if self.rival else Action.NOTHING
+
+    def _list(self, now: float) -> None:
+        """Name the hosts that answer, which may take over; forget those that may not any more."""
+        for address, sight in list(self._sights.items()):
+            if not sight.ended and -math.inf < sight.confirmed_at < now - _UNLIST_S - _FORGET_S - LEASE_S:
+                del self._sights[address]
+        present = {a for a, s in self._sights.items() if not s.ended and now <= s.confirmed_at + _UNLIST_S}
+        present.add(self.entry.address)
+        known = self.entry.hosts
+        listed = *(a for a in known if a in present), *(a for a in self._sights if a in present and a not in known)
+        self.entry = replace(self.entry, hosts=listed)
+
+    # ------------------------------------------------------------------ a standby host
+
+    def _stand_by(self, now: float) -> Action:
+        self._adopt(now)
+        present = self._sights.get(self.entry.present)
+        reachable = present is not None and not present.ended and now <= present.asked_at + _FRESH_S
+        serves = reachable and present is not None and present.entry is not None and present.entry.serves
+        over = present is None or present.ended or (reachable and not serves)
+        was_known = self.entry.campaigns
+        self.entry = replace(self.entry, campaigns=not serves and self.entry.term > 0)
+        if serves:
+            self._campaigns_at = math.inf
+        elif was_known:
+            self._campaigns_at = min(self._campaigns_at, now)
+        elected_at = self._elected_at(now)
+        listed = self.entry.address in self.entry.hosts and now <= self._present_at + _FORGET_S
+        if elected_at is None or not self.entry.ready or not listed:
+            return Action.NOTHING
+        if serves:
+            self.rival, self.rival_term = self.entry.present, self.entry.term
+            return Action.ASK_TO_STOP
+        if not over and now < max(self._campaigns_at, elected_at) + LEASE_S + _MARGIN_S:
+            return Action.NOTHING
+        self._take_over(now)
+        return Action.SERVE
+
+    def _adopt(self, now: float) -> None:
+        """Follow the host of the highest term that serves."""
+        serving = [s for s in self._sights.values() if s.entry is not None and s.entry.serves and not s.ended]
+        newest = max(serving, key=lambda sight: (sight.entry.term if sight.entry else 0, sight.asked_at), default=None)
+        if newest is None or newest.entry is None or newest.entry.term < self.entry.term:
+            return
+        entry = newest.entry
+        self._present_at = max(self._present_at, newest.asked_at)
+        term, workers = entry.term, entry.workers
+        self.entry = replace(self.entry, term=term, present=entry.present, hosts=entry.hosts, workers=workers)
+        for address in (*entry.hosts, entry.address):
+            self.add(address, now)
+
+    def _elected_at(self, now: float) -> float | None:
+        """When the votes became more than half of the workers'; None if they are not."""
+        term = max((vote.term for vote in self._votes.values()), default=0)
+        electors = set(self.entry.workers)
+        since = sorted(
+            vote.since
+            for worker, vote in self._votes.items()
+            if worker in electors and vote.term == term >= self.entry.term and now <= vote.at + _VOTE_S
+        )
+        most = len(electors) // 2
+        return since[most] if len(since) > most else None
+
+    def _take_over(self, now: float) -> None:
+        term = max([self.entry.term, *(vote.term for vote in self._votes.values())]) + 1
+        self.entry = replace(self.entry, term=term, present=self.entry.address, campaigns=False, ready=False)
+        self._awaits_workers, self._sure_until, self._campaigns_at = True, now + _ARRIVE_S, math.inf
+        for sight in self._sights.values():
+            sight.confirmed_at = now  # that of the host before may take over again
+
+
+def _heard_by_most(workers: Collection[int], heard: Mapping[int, float], now: float) -> float:
+    """The latest time since which more than half of the workers were heard; now if there is none to elect a host."""
+    times = sorted((heard.get(worker, -math.inf) for worker in workers), reverse=True)
+    return times[len(times) // 2] if times else now

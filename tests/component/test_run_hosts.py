@@ -1,0 +1,290 @@
+"""Which of several hosts serves an elastic run: real hosts and workers' finders, in a network that a script cuts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.processes.host_entry import HostEntry
+from lightning_asgd.processes.run_finder import RunFinder
+from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
+
+STEP_S, BEAT_S, LOOK_S = 0.2, 1.0, 0.4
+
+
+class Host:
+    """A ``serve`` process: its decisions, what is in its rendezvous, and whether its servers serve."""
+
+    def __init__(self, number: int, now: float, *, first: bool, joins: str = "") -> None:
+        self.address = f"h{number}:1"
+        hosts = (self.address,) if first else (joins,)
+        entry = HostEntry("r", "zmq", 1, self.address, int(first), self.address if first else "", hosts)
+        self.core = RunHost(entry, now)
+        self.published, self.serves, self.alive = entry, first, True
+        self.votes: dict[int, list[int]] = {}
+        self.heard: dict[int, float] = {}
+        self.stop = 0
+
+    @property
+    def has_workers(self) -> bool:
+        electors = self.published.workers
+        return 2 * len(set(electors) & self.heard.keys()) > len(electors)
+
+
+class World:
+    """Hosts and workers on machines of their own; links between any two of them can be cut."""
+
+    def __init__(self, hosts: int, workers: int, seed: int = 0) -> None:
+        self.now, self.chance = 0.0, random.Random(seed)
+        self.hosts = [Host(n, 0.0, first=n == 0, joins="h0:1") for n in range(hosts)]
+        self.cuts: set[frozenset[str]] = set()
+        self.served: list[list[str]] = []
+        self.workers: dict[int, RunFinder] = {}
+        self.beats: dict[int, float] = {}
+        self.looks: dict[int, float] = {}
+        for number in range(1, workers + 1):
+            self.attach(number)
+        self.run(3.0)
+
+    def attach(self, number: int, *given: str) -> RunFinder:
+        name = f"w{number}"
+        ways = [(address.split(":")[0], 1) for address in given or (self.hosts[0].address,)]
+
+        def ask(host: str, port: int) -> HostEntry | bool | None:
+            there = self.at(host)
+            if self.is_cut(name, there.address):
+                return None
+            return there.published if there.alive else False
+
+        def cast(way: tuple[str, int], worker: int, vote: list[int]) -> None:
+            there = self.at(way[0])
+            if there.alive and not self.is_cut(name, there.address):
+                there.votes[worker] = vote
+
+        finder = self.workers[number] = RunFinder(ways, ask=ask, cast=cast, clock=lambda: self.now)
+        assert finder.look() is not None
+        finder.worker, self.beats[number], self.looks[number] = number, 0.0, -1.0
+        return finder
+
+    def at(self, host: str) -> Host:
+        return next(each for each in self.hosts if each.address.split(":")[0] == host)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) in self.cuts
+
+    def cut(self, side: Iterable[str]) -> None:
+        """Cut all links between one side and the rest."""
+        side = set(side)
+        all_names = {each.address for each in self.hosts} | {f"w{number}" for number in self.workers}
+        self.cuts |= {frozenset((a, b)) for a in side for b in all_names - side}
+
+    def kill(self, host: int) -> None:
+        self.hosts[host].alive = self.hosts[host].serves = False
+
+    @property
+    def serving(self) -> list[str]:
+        return [host.address for host in self.hosts if host.serves]
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            for host in self.chance.sample(self.hosts, len(self.hosts)):
+                if host.alive:
+                    self._step(host)
+            for number, finder in self.workers.items():
+                self._work(number, finder)
+            self.served.append([h.address for h in self.hosts if h.serves and h.has_workers])
+            self.now += STEP_S
+
+    def _step(self, host: Host) -> None:
+        for other in self.hosts:
+            if other is host:
+                continue
+            reached = not self.is_cut(host.address, other.address)
+            joins = not host.core.entry.serves and host.address not in other.published.hosts
+            if reached and other.alive and joins:
+                other.core.add(host.address)
+            entry = other.published if reached and other.alive else None
+            host.core.see(other.address, entry, self.now, ended=reached and not other.alive)
+        for worker, (term, number) in host.votes.items():
+            host.core.note_vote(worker, term, number, self.now)
+        if not host.core.entry.serves and not host.core.entry.ready:
+            host.core.be_ready()
+        action = host.core.step(self.now, host.heard, stop=host.stop)
+        if action is Action.SERVE:
+            host.serves, host.heard = True, {}
+        elif action is Action.STOP:
+            host.serves, host.heard = False, {}
+        elif action is Action.ASK_TO_STOP and not self.is_cut(host.address, host.core.rival):
+            rival = self.at(host.core.rival.split(":")[0])
+            rival.stop = host.core.rival_term
+            rival.core.add(host.address)
+        host.published = host.core.entry
+
+    def _work(self, number: int, finder: RunFinder) -> None:
+        mine = self.at(finder._present.split(":")[0])
+        reached = not self.is_cut(f"w{number}", mine.address) and mine.serves
+        if reached and mine.core.entry.term == finder.term:
+            if self.now >= self.beats[number] + BEAT_S:
+                self.beats[number] = self.now
+                mine.heard[number] = self.now
+        elif self.now >= self.beats[number] + BEAT_S and self.now >= self.looks[number] + LOOK_S:
+            self.looks[number] = self.now
+            finder.look()
+
+    def twice_s(self) -> float:
+        """For how long more than one host has served, and had the workers without whose reports servers do nothing."""
+        return STEP_S * sum(len(serving) > 1 for serving in self.served)
+
+
+def test_the_first_host_serves_and_all_know_it() -> None:
+    world = World(3, 4)
+    assert world.serving == ["h0:1"]
+    for host in world.hosts:
+        assert host.published.present == "h0:1"
+        assert set(host.published.hosts) == {"h0:1", "h1:1", "h2:1"}
+        assert host.published.workers == (1, 2, 3, 4)
+    assert all(finder.several for finder in world.workers.values()) is False, "they learn of the others when they look"
+
+
+def test_when_the_present_hosts_process_ends_the_next_one_serves_within_a_second_of_the_votes() -> None:
+    world = World(3, 4)
+    for finder in world.workers.values():
+        finder.look()
+    world.kill(0)
+    world.run(BEAT_S + 1.0)
+    assert world.serving == ["h1:1"]
+    assert {finder.term for finder in world.workers.values()} == {2}
+    world.kill(1)
+    world.run(BEAT_S + 1.0)
+    assert world.serving == ["h2:1"]
+    assert {host.published.term for host in world.hosts if host.alive} == {3}
+
+
+def test_a_host_whose_machine_vanishes_is_replaced_once_its_lease_is_over() -> None:
+    world = World(2, 3)
+    for finder in world.workers.values():
+        finder.look()
+    world.cut(["h0:1"])
+    world.run(LEASE_S + 2 * STEP_S)
+    assert world.serving == [], "without standby hosts and workers the first one has killed its servers"
+    world.run(3.0)
+    assert world.serving == ["h1:1"]
+    assert world.twice_s() == 0
+
+
+def test_the_side_of_a_split_with_most_workers_serves_and_the_other_does_not() -> None:
+    for with_first, survivor in ((1, "h1:1"), (3, "h0:1")):
+        world = World(2, 4)
+        for finder in world.workers.values():
+            finder.look()
+        world.cut(["h0:1", *(f"w{number}" for number in range(1, with_first + 1))])
+        world.run(10.0)
+        assert world.serving == [survivor]
+        assert world.twice_s() == 0
+        world.cuts.clear()
+        world.run(10.0)
+        assert world.serving == [survivor]
+        assert {finder.term for finder in world.workers.values()} == {2 if with_first == 1 else 1}
+
+
+def test_half_of_the_workers_elect_no_host() -> None:
+    world = World(2, 4)
+    for finder in world.workers.values():
+        finder.look()
+    world.cut(["h0:1", "w1", "w2"])
+    world.run(10.0)
+    assert world.serving == []
+    world.cuts.clear()
+    world.run(10.0)
+    assert len(world.serving) == 1
+
+
+def test_workers_that_only_they_cannot_reach_the_host_have_it_asked_to_stop() -> None:
+    world = World(2, 4)
+    for finder in world.workers.values():
+        finder.look()
+    world.cuts |= {frozenset(("h0:1", f"w{number}")) for number in (1, 2, 3)}
+    world.run(BEAT_S + 3.0)
+    assert world.serving == ["h1:1"]
+    assert world.twice_s() == 0
+
+
+def test_a_standby_host_that_is_lost_is_not_needed() -> None:
+    world = World(3, 3)
+    world.cut(["h2:1"])
+    world.run(30.0)
+    assert world.serving == ["h0:1"]
+    assert "h2:1" not in world.hosts[0].published.hosts
+    world.run(60.0)
+    world.workers.clear()
+    world.hosts[0].heard = {}
+    world.run(10.0)
+    assert world.serving == ["h0:1"], "it is forgotten: it may not take over any more"
+
+
+def test_a_host_that_knows_no_run_never_serves() -> None:
+    world = World(1, 3)
+    fresh = Host(1, world.now, first=False, joins="h0:1")
+    world.hosts.append(fresh)
+    world.cut(["h1:1"])
+    for number in world.workers:
+        fresh.votes[number] = [1, 1]
+    world.kill(0)
+    world.run(5.0)
+    for number in world.workers:
+        fresh.votes[number] = [1, 2]
+    world.run(5.0)
+    assert world.serving == []
+
+
+def test_a_first_host_that_is_started_again_is_asked_to_stop() -> None:
+    world = World(2, 3)
+    for finder in world.workers.values():
+        finder.look()
+    world.kill(0)
+    world.run(3.0)
+    assert world.serving == ["h1:1"]
+    world.hosts[0] = Host(0, world.now, first=True)
+    joiner = world.attach(4, "h0:1", "h1:1")
+    assert joiner.term == 2, "the host of the highest term"
+    world.run(3.0)
+    assert world.serving == ["h1:1"]
+    assert world.hosts[0].published.present == "h1:1"
+
+
+def test_a_joining_worker_finds_the_host_by_any_other_and_says_what_is_wrong_if_there_is_none() -> None:
+    world = World(2, 3)
+    for finder in world.workers.values():
+        finder.look()
+    world.kill(0)
+    world.run(3.0)
+    assert world.attach(9, "h0:1", "h1:1").find(0.0) == ("h1", 1)
+    world.kill(1)
+    lonely = RunFinder([("h0", 1), ("h1", 1)], ask=lambda *way: None, clock=lambda: world.now)
+    with pytest.raises(LaunchError, match=r"None of the hosts h0:1, h1:1 serves the run\. Expected one of them"):
+        lonely.locate(-1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_hosts_do_not_serve_in_any_order_of_faults(seed: int) -> None:
+    world = World(3, 5, seed)
+    for finder in world.workers.values():
+        finder.look()
+    names = [each.address for each in world.hosts] + [f"w{number}" for number in world.workers]
+    for _ in range(8):
+        match world.chance.choice(("cut", "cut", "heal", "kill")):
+            case "cut":
+                world.cut(world.chance.sample(names, world.chance.randint(1, 4)))
+            case "heal":
+                world.cuts.clear()
+            case "kill" if sum(host.alive for host in world.hosts) > 1:
+                world.kill(world.chance.choice([n for n, host in enumerate(world.hosts) if host.alive]))
+        world.run(world.chance.uniform(0.2, 12.0))
+        assert world.twice_s() == 0, "even a network that is there again finds one host at most"
+    world.cuts.clear()
+    world.run(30.0)
+    assert len(world.serving) <= 1

@@ -1,0 +1,89 @@
+"""Several `lightning-asgd serve` host a run in turn: killed, started again with `--join`, and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_asgd.cli.command_line import main
+from lightning_asgd.config import SECRET_ENV
+from tests.lightning.test_processes import wait_until
+from tests.lightning.test_runs import EPOCHS, SAMPLES, SECRET, Diary, address_of_run, attach, epochs_of, serve
+
+TAKES_OVER = "This host takes over"
+
+
+@pytest.mark.timeout(150)  # eight processes that import torch, most of them one after the other
+@pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.slow), "zmq"])
+def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path, mains: Any, transport: str) -> None:
+    started: list[Any] = []
+
+    def start(target: Any, *args: Any, **about: Any) -> Any:
+        started.append(mains(target=target, args=args, kwargs=about))
+        started[-1].start()
+        return started[-1]
+
+    def host(name: str, *join: str, port: str = "0") -> tuple[Any, str]:
+        """Start a host; its process, and the last address of those that it gives workers."""
+        (tmp_path / name).mkdir()
+        process = start(serve, tmp_path / name, transport, *join, port=port)
+        return process, address_of_run(tmp_path / name).rpartition(",")[2]
+
+    def goes_on(name: str) -> None:
+        before = epochs_of(tmp_path, name)
+        wait_until(lambda: epochs_of(tmp_path, name) >= before + 2, 40, "training with another host")
+
+    def said(name: str) -> str:
+        return (tmp_path / name / "serve.log").read_text()
+
+    try:
+        first, one = host("first", "--num-servers=2")
+        second, two = host("second", f"--join={one}")
+        assert "stands by" in said("second")
+        workers = [start(attach, tmp_path, name, f"{one},{two}", transport, 0.03) for name in "ab"]
+        wait_until(lambda: min(epochs_of(tmp_path, name) for name in "ab") >= 1, 40, "training")
+        first.kill()
+        goes_on("a")
+        assert TAKES_OVER in said("second")
+        workers.append(start(attach, tmp_path, "c", f"{one},{two}", transport, 0.03))
+        host("again", f"--join={two}", port=one.rpartition(":")[2])
+        wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training of a worker that has joined meanwhile")
+        os.kill(second.pid, signal.SIGTERM)
+        second.join(10)
+        assert second.exitcode == 0, said("second")
+        assert f"Another host takes over: {one}." in said("second")
+        for worker, name in zip(workers, "abc", strict=True):
+            worker.join(60)
+            assert worker.exitcode == 0, (tmp_path / f"{name}.log").read_text()
+        assert TAKES_OVER in said("again")
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    for name in "abc":
+        end = Diary.read(tmp_path / f"{name}.json")[-1]
+        assert end["what"] == "end"
+        assert end["seen"] == [float(EPOCHS)] * SAMPLES
+
+
+def test_a_host_that_joins_another_run_is_refused(
+    tmp_path: Path, mains: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = mains(target=serve, args=(tmp_path, "rpc"))
+    served.start()
+    try:
+        address = address_of_run(tmp_path)
+        monkeypatch.setenv(SECRET_ENV, SECRET)
+        monkeypatch.setattr("lightning_asgd.cli.serve_command._signals", list)  # they are pytest's
+        assert main(["serve", "--port=0", "--run-id=other", "--transport=rpc", f"--join={address}"]) == 1
+        assert (
+            f"{address} hosts --run-id 'counts' with --transport 'rpc' and --num-servers 1. Expected the same here"
+            in capsys.readouterr().err
+        )
+    finally:
+        served.kill()
+        served.join()
