@@ -93,8 +93,8 @@ TOOLS = {
 # 365 of the core are collectives that the coordinator reduces, ranks in few bytes, and replies that are encoded once.
 # 62 of the core are metrics' states, reduced as torchmetrics does for all dtypes, and tensors that cannot be sent.
 # 590 of the core are leases and members of a thousand workers: sums that are kept, where loops over all were shorter.
-# 835 of the tools are simulated leases and faults, what messages cost a server, and times that end where that does.
-LINES = {"core": 32_160, "engines": 1_097, "tools": 9_165}
+# 850 of the tools are simulated leases and faults, what messages cost a server, and times that end where that does.
+LINES = {"core": 32_160, "engines": 1_097, "tools": 9_180}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
