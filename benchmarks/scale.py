@@ -14,7 +14,7 @@ A figure is the CPU time of all messages of a kind, divided by their number: wha
 causes, such as the answers to others that wait. Runs are interleaved; medians, minima and maxima are of repeats. What
 limits a shard, the memory bandwidth of this machine, is measured too.
 
-The goals: from 16 to 1,024 workers a message of no kind costs more than three times as much, and with 1,024 the
+The goals: from 16 to 1,024 workers no kind of message costs more than three times as much, and with 1,024 the
 coordinator takes less than a fifth of a core. :mod:`scale_sockets` measures the same in real processes.
 """
 

@@ -15,7 +15,7 @@ A claim is for one step of 2 s; an exchange pushes and fetches a thousand weight
 exchange go to both servers; a leave and a join happen while all others are there, and the one who joins connects, lays
 the shards out, and waits for their end. Medians, minima and maxima are of repeats.
 
-The goal: from the fewest to the most clients a message of no kind costs more than three times as much.
+The goal: from the fewest to the most clients no kind of message costs more than three times as much.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ __all__ = [
     "WORKER_VECTORS",
     "IslandMemory",
     "Job",
+    "coordinated_cycle_s",
     "coordinator_use",
     "cycle_s",
     "efficiency",
@@ -225,10 +226,10 @@ def server_use(job: Job) -> float:
 def coordinator_use(job: Job, costs: ServerCosts, silence_s: float = 10.0) -> float:
     r"""Share of a core that all messages to the coordinator take: its part of exchanges, lease requests, heartbeats.
 
-    .. math:: N \left(\frac{z}{C} + \frac{c_l}{\max(T, 0.5 s)} + \frac{5 c_b}{\text{silence}}\right)
+    .. math:: N \left(\frac{z + k c_l}{C} + \frac{5 c_b}{\text{silence}}\right)
 
-    with :math:`C` = :func:`cycle_s`, at most a lease request of :math:`c_l` seconds for every step, or for half a
-    second of work, and five heartbeats of :math:`c_b` seconds in ``silence_s``.
+    with :math:`C` = :func:`coordinated_cycle_s`, :math:`k` lease requests per cycle, and five heartbeats of :math:`c_b`
+    seconds in ``silence_s``.
 
     Args:
         job: the job.
@@ -236,10 +237,36 @@ def coordinator_use(job: Job, costs: ServerCosts, silence_s: float = 10.0) -> fl
         silence_s: see :class:`~lightning_asgd.Timeouts`.
 
     Returns:
-        1 where the coordinator has no time left.
+        1 where the coordinator has no time left; more where heartbeats alone need more.
     """
-    claims, beats = costs.claim_s / max(job.step_s, _CLAIM_S), _BEATS * costs.beat_s / silence_s
-    return job.workers * (job.server_work_s / cycle_s(job) + claims + beats)
+    cycle, beats = coordinated_cycle_s(job, costs, silence_s), _BEATS * costs.beat_s / silence_s
+    return job.workers * (_coordinators_s(job, costs) / cycle + beats)
+
+
+def coordinated_cycle_s(job: Job, costs: ServerCosts, silence_s: float = 10.0) -> float:
+    r"""Seconds from one exchange to the next with what the coordinator does besides: see :func:`coordinator_use`.
+
+    .. math:: \max\left(C_0, \frac{N (z + k c_l)}{1 - 5 N c_b / \text{silence}}\right), \qquad
+        k = \frac{n T}{\max(T, 0.5 s)}
+
+    with :math:`C_0` = :func:`cycle_s`, and a lease request of :math:`c_l` seconds for every step, or for half a second
+    of work if that is longer.
+
+    Args:
+        job: the job.
+        costs: what messages cost with that many workers.
+        silence_s: see :class:`~lightning_asgd.Timeouts`.
+
+    Returns:
+        infinity where the coordinator's core is too slow for the heartbeats alone.
+    """
+    left = 1 - job.workers * _BEATS * costs.beat_s / silence_s
+    return max(cycle_s(job), job.workers * _coordinators_s(job, costs) / left) if left > 0 else math.inf
+
+
+def _coordinators_s(job: Job, costs: ServerCosts) -> float:
+    """Seconds of the coordinator per cycle and worker, heartbeats not counted."""
+    return job.server_work_s + costs.claim_s * job.period_s / max(job.step_s, _CLAIM_S)
 
 
 def worker_link_use(job: Job) -> float:

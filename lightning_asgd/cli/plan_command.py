@@ -138,7 +138,7 @@ def _all_given(**numbers: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Scaling:
-    """A job with other numbers of workers, as far as it is known what these cost the servers."""
+    """A job with other numbers of workers, where their cost to the servers has been measured."""
 
     job: Job
     calibration: Calibration
@@ -158,7 +158,8 @@ class _Scaling:
 
     def efficiency(self, job: Job) -> float:
         """Share of time in which workers train: at most as much as the coordinator allows."""
-        return sizing.efficiency(job) / max(1.0, self.coordinator_use(job))
+        costs = self.calibration.at(job.workers)
+        return math.nan if costs is None else job.period_s / sizing.coordinated_cycle_s(job, costs)
 
     @property
     def limit(self) -> str:

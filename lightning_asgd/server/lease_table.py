@@ -86,7 +86,7 @@ class Leases:
     ) -> list[Completion]:
         """Update who takes part: the workers that others wait for, and those catching up, which may train too.
 
-        All that differ from the last call are among the ``changed`` ones, if these are given.
+        ``changed``, if given, includes every worker whose status differs from the last call.
         """
         changed = self._living.union(living) if changed is None else changed
         changed = {number for number in changed if (number in living) != (number in self._living)}

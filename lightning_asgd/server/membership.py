@@ -62,7 +62,7 @@ class Membership:
     trusted: set[int] = field(init=False)  # those of them that may train
     expected: set[int] = field(init=False)  # all that belong to the session, whatever became of them
     composition: int = 0  # how often who takes part has changed; compared before and after to notice a change
-    _placed: set[int] = field(default_factory=set)  # workers whose part may have changed: see :meth:`take_changes`
+    changed: set[int] = field(default_factory=set)  # workers whose status may have: see :meth:`take_changes`
     _heard: dict[int, float] = field(default_factory=dict)  # when
     _silence: SilenceDetector = field(default_factory=SilenceDetector)
     _eldest: int | None = None  # the chief of an elastic run, unless it may have changed
@@ -123,13 +123,13 @@ class Membership:
         return self._reported[1:]
 
     def _place(self, worker: int) -> None:
-        """Note that a worker's part in the session has changed."""
+        """Note that a worker's status has changed."""
         away = worker in self.left or worker in self.suspected or worker in self.catching_up
         lives = worker in self.expected and not away
         (self.living.add if lives else self.living.discard)(worker)
         (self.trusted.add if lives and worker not in self.fenced else self.trusted.discard)(worker)
         self.composition += 1
-        self._placed.add(worker)
+        self.changed.add(worker)
         if self._eldest is None or worker <= self._eldest:
             self._eldest = None
 
@@ -139,8 +139,8 @@ class Membership:
             self._place(worker)
 
     def take_changes(self) -> set[int]:
-        """The workers whose part in the session may have changed since this was last called."""
-        changed, self._placed = self._placed, set()
+        """The workers whose status may have changed since this was last called."""
+        changed, self.changed = self.changed, set()
         return changed
 
     @property

@@ -131,14 +131,14 @@ class Service:
             session, now = self.session, self._clock()
             if session is None:
                 return
-            members, before = session.members, session.members.composition
+            members = session.members
             for worker in self.state.recovery.waiting:
                 # Another server may have applied already what they are about to replay: none may be suspected.
                 members.note_heartbeat(worker, now)
             self._complete(session.collectives.expire(now))
             for worker in members.away_for_good(now):
                 self._leave(Leave(members.session, worker, "it missed its heartbeats for too long", process=""))
-            if members.composition != before or members.aborted:
+            if members.changed or members.aborted:
                 self._members_changed(session)
             self._complete(self.state.epochs.retry(now))
             if session.collectives.may_be_at_odds(self._pending.count(LeaseRequest)):

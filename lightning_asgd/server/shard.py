@@ -11,7 +11,6 @@ have become due, which may be none, and may be other workers'.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Push, SampleShares, Table
+from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role, check_form
 from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
@@ -77,6 +76,7 @@ class Shard:
     latest_push: dict[int, int] = field(default_factory=dict)  # per worker, its number
     _applied: dict[int, int] = field(default_factory=dict)  # the same, when pushes were last aggregated
     _counted: SampleShares = field(default_factory=SampleShares)  # the workers that a mean is over
+    _known: set[int] = field(default_factory=set)  # workers that took part at the last call
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     # Per group; empty for groups that are not parameters.
@@ -133,9 +133,10 @@ class Shard:
                 mine.copy_(theirs)
             self.version = version
             for pending in (each for each in self._pending if each is not None):
-                pending.zero_()  # workers push again what these weights lack
-            self._forget_gathered()
+                pending.zero_()
+            self._forget_gathered()  # workers push again what these weights lack
         self.latest_push, self._applied = dict(pushes), dict(pushes)
+        self._counted = SampleShares()  # the membership's own set may have lost workers since the last count
         for worker in self.table.living:
             self._count(worker)
 
@@ -198,16 +199,17 @@ class Shard:
     def update_members(self, living: Collection[int], changed: Collection[int] | None = None) -> list[Completion]:
         """Note which workers take part now: no worker waits for a worker that is gone, or has not begun to train.
 
-        A set is not copied. If it is that of the last call, ``changed`` may name those that have joined or gone since.
+        A set is not copied, and may change: ``changed`` are then those that have joined or gone since the last call.
         """
-        before = self.table.living
-        if changed is None or before is not living:
-            changed = before ^ set(living) if before is not living else ()
+        before, noted = self.table.living, set(changed or ())
+        if before is not living:
             self.table.living = living if isinstance(living, set) else set(living)
-        for worker in changed:
+            noted |= before ^ self.table.living
+        for worker in noted:
             self._count(worker)
-            if self.comes_and_goes and worker in living:
+            if self.comes_and_goes and worker in living and worker not in self._known:
                 self.table.resting.add(worker)
+            (self._known.add if worker in living else self._known.discard)(worker)
         return self._due() if self.weights else []
 
     def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
@@ -221,7 +223,7 @@ class Shard:
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
         table, worker, asked = self.table, message.worker, _Asked(message, buffer)
-        if 0 < message.batch < math.inf:
+        if 0 < message.batch < MAX_BATCH:
             table.batches[worker] = message.batch
             self._count(worker)
         if message.push:
@@ -243,7 +245,7 @@ class Shard:
                 asked.verdict = Verdict.REFUSED
                 self._refuse(worker)
         if self.comes_and_goes and message.full and worker in table.resting and table.count:
-            self._apply_gathered()  # it takes all updates of an interval that is over, also if another worker trains
+            self._apply_gathered()  # the final weights of an interval hold all pushes, though others still train
         if message.rest:
             table.resting.add(worker)
             table.clocks.pop(worker, None)
@@ -363,8 +365,7 @@ class Shard:
 
     def _forget_gathered(self) -> None:
         self.table.gathered.clear()
-        self.table.count = 0
-        self._lr, self._steps, self._weights = 0.0, 0, 0.0
+        self.table.count, self._lr, self._steps, self._weights = 0, 0.0, 0, 0.0
 
     def _count_up(self) -> None:
         """An update has been applied."""

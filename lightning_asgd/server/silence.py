@@ -11,14 +11,14 @@ _SUSPENDED_S = 2.0  # a longer time between two looks: this process was suspende
 
 
 class SilenceDetector:
-    """Looks at all workers only if one may be silent by now: until then it is enough when the first was heard."""
+    """Remembers when the longest-silent worker was heard, and looks at all once that one could be overdue."""
 
     def __init__(self) -> None:
         self._first_heard = -math.inf  # when all had been heard, as they were looked at, or earlier
         self._looked: float | None = None
 
     def recheck(self) -> None:
-        """Look at each worker the next time: one may be there that was not heard since, or heard earlier."""
+        """Look at every worker next time: one may have been added, or its last heartbeat moved back."""
         self._first_heard = -math.inf
 
     def silent(

@@ -10,7 +10,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,24 +166,25 @@ def server_process() -> Iterator[ServerProcess]:
     except ConfigurationError:
         name = "rpc"
     before = set(os.environ)
-    registry.kind_of(name).provide_secret(one_machine=True)
-    rendezvous = registry.kind_of(name).host_rendezvous()
-    supervisor = Supervisor(rendezvous, ServerSettings(transport=name))
-    try:
+    with ExitStack() as stack:
+        stack.callback(_forget_variables, before)
+        registry.kind_of(name).provide_secret(one_machine=True)
+        rendezvous = registry.kind_of(name).host_rendezvous()
+        stack.callback(rendezvous.close)
+        supervisor = Supervisor(rendezvous, ServerSettings(transport=name))
+        stack.callback(supervisor.close)
         supervisor.start()
         supervisor.add_servers(1)
         (key,), (pid,) = supervisor.keys(1), supervisor.server_pids
         address = rendezvous.get(key, "A server", _START_S, supervisor.check_servers)["address"]
         transport = registry.kind_of(name).connect([address], "lo")
-        try:
-            yield ServerProcess(transport, psutil.Process(pid))
-        finally:
-            transport.close()
-    finally:
-        supervisor.close()
-        rendezvous.close()
-        for variable in set(os.environ) - before:  # the secret: what this process starts later has its own
-            del os.environ[variable]
+        stack.callback(transport.close)
+        yield ServerProcess(transport, psutil.Process(pid))
+
+
+def _forget_variables(before: set[str]) -> None:
+    for variable in set(os.environ) - before:  # the secret: what this process starts later has its own
+        del os.environ[variable]
 
 
 def _of_process() -> ServerCosts:

@@ -133,6 +133,11 @@ class Simulation:
                 raise ConfigurationError(
                     f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
                 )
+            joins_at = [0.0] * self.workers + [late.time_s for late in self.late_workers]
+            if crash.worker >= self.workers and crash.time_s <= joins_at[crash.worker]:
+                raise ConfigurationError(
+                    f"{crash!r} is before worker {crash.worker} joins. Expected time_s > {joins_at[crash.worker]:g}."
+                )
             if crash.detection_s is None and self.data is None:
                 raise ConfigurationError(
                     f"{crash!r} is to be noticed by missing heartbeats, which workers send only if data are leased. "

@@ -323,6 +323,28 @@ def test_a_shard_may_hold_nothing_of_a_group() -> None:
     assert [t.tolist() for t in answer] == [[1.0, 1.0], []]
 
 
+@pytest.mark.parametrize("same_set", [True, False])
+def test_a_restored_shard_does_not_count_who_has_left_meanwhile(same_set: bool) -> None:
+    living = {0, 1, 2}
+    shard = Shard(GROUPS, ASGD("mean"))
+    shard.update_members(living, living)
+    shard.resume(tensors(0), 0, {})
+    living.remove(2)  # the membership's own set: a worker's report names who has left
+    shard.resume(tensors(0), 0, {})
+    shard.update_members(living if same_set else set(living), {2})
+    shard.exchange(message(), tensors(1))
+    expected = new_shard()
+    exchange(expected, message(), tensors(1), live=2)
+    assert all(map(torch.equal, shard.weights, expected.weights))
+
+
+def test_a_batch_size_that_no_step_has_is_ignored() -> None:
+    shard = new_shard()
+    reply = exchange(shard, replace(message(), batch=1e300), tensors(1), live=2)
+    assert reply.verdict is Verdict.APPLIED
+    assert not shard.table.batches
+
+
 # ---------------------------------------------------------------------- rounds of an elastic run
 
 

@@ -163,6 +163,7 @@ def test_servers_that_cannot_keep_up_are_named() -> None:
         (lambda: counting(exchange={"algorithm": ASGD(transforms=[Barrier()])}), "data=None"),
         (lambda: counting(silence_s=0.0), "silence_s=0.0"),
         (lambda: counting(crashes=[Crash(5, 0.0)]), "workers=5"),
+        (lambda: counting(elastic=True, late_workers=[LateWorker(2.0)], crashes=[Crash(5, 1.0)]), "time_s > 2"),
     ],
 )
 def test_a_wrong_setting_is_named(make: Callable[[], Any], text: str) -> None:

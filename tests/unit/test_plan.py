@@ -93,8 +93,8 @@ def test_the_coordinator_limits_the_speed(capsys: pytest.CaptureFixture[str]) ->
     speed = re.search(r"efficiency, if nsync is kept +([\d.]+)%", printed)
     assert share is not None
     assert speed is not None
-    assert float(share[1]) > 150
-    assert float(speed[1]) == pytest.approx(100 * 100 / float(share[1]), rel=0.01)
+    assert float(share[1]) == 100.0
+    assert 40 < float(speed[1]) < 95  # a worker trains for 1 s, and requests leases twice
 
 
 @pytest.mark.slow  # it starts a server, and measures for seconds
