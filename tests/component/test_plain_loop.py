@@ -696,7 +696,7 @@ def test_batches_are_counted_in_units(elastic: Run) -> None:
         return call(server, message, timeout_s)
 
     elastic.transport.call = seen  # type: ignore[method-assign]
-    model, optimizer, asgd = counting(elastic, units=lambda batch: batch[0].sum(), nsync=1)
+    model, optimizer, asgd = counting(elastic, units=lambda batch: batch[0].sum(), nsync=1, max_offline_steps=1)
     with asgd:
         for (numbers,) in asgd.batches(numbered(6), batch_size=2):
             with pytest.raises(ConfigurationError, match=r"^count_batch\(\) was called within a pass over batches"):

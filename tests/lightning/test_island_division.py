@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.island_division import size_of_islands
-from lightning_asgd.algorithms import DiLoCo
+from lightning_asgd.algorithms import LayerWise
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
@@ -204,7 +204,7 @@ def test_the_size_of_islands() -> None:
         ({"island": 0}, "island=0. Expected a whole number of at least 1"),
         ({"island": True}, "island=True"),
         ({"island": 2, "data": "split"}, "data='split' was given with island=2"),
-        ({"island": 2, "algorithm": DiLoCo()}, "DiLoCo was given with island=2. Expected an algorithm whose workers"),
+        ({"island": 2, "algorithm": LayerWise()}, "LayerWise was given with island=2. Expected an algorithm without"),
         ({"island": 2, "start_method": "spawn"}, "start_method='spawn' was given with island=2"),
         ({"island": 2, "min_workers": 2}, "min_workers was given with island=2"),
     ],

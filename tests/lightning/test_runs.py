@@ -507,7 +507,7 @@ def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_dev
         ({"server": "host:1"}, "Expected both, or neither"),
         ({"run_id": "r"}, "Expected both, or neither"),
         ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
-        ({"server": "host:1", "run_id": "r", "algorithm": "local_sgd"}, "do not wait for each other"),
+        ({"server": "host:1", "run_id": "r", "algorithm": "layerwise"}, "none waits for a worker that has taken fewer"),
         ({"server": "host:1", "run_id": "r", "data": "split"}, "the number of workers of an elastic run"),
         ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "join and leave at any time"),
     ],
@@ -524,7 +524,7 @@ def test_the_environment_names_a_run_for_a_strategy_without_one(monkeypatch: pyt
     monkeypatch.setenv("LIGHTNING_ASGD_RUN_ID", "theirs")
     assert (ASGDStrategy(2).options.addresses, ASGDStrategy(2).options.run_id) == ((("host", 1),), "theirs")
     given = ASGDStrategy(2, server="other:2", run_id="mine").options
-    assert (given.address, given.run_id) == (("other", 2), "mine")
+    assert (given.addresses, given.run_id) == ((("other", 2),), "mine")
 
 
 def test_where_nobody_serves_the_error_says_what_to_start(tmp_path: Path) -> None:
