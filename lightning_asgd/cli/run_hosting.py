@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_asgd.environment import parted
 from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, vote_of
-from lightning_asgd.processes.run_host import Action, RunHost
+from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
@@ -76,7 +76,10 @@ class _Heard:
         self._connection: Transport | None = None
         self._call: Any = None
         self._asked_at = 0.0
+        self._near: set[int] = set()  # workers that had just been heard
         self.at: Mapping[int, float] = {}
+        self.left: set[int] = set()
+        """Workers that have left. One that was silent before it was excluded may be alive, and is not among them."""
 
     def look(self, key: str, now: float) -> None:
         """Take an answer that has arrived; ask again now and then."""
@@ -95,6 +98,8 @@ class _Heard:
         if isinstance(answer, Status):
             asked = self._asked_at
             self.at = {w.worker: min(asked - w.silent_s, asked) for w in answer.workers if not w.away}
+            self.left |= self._near - {w.worker for w in answer.workers}
+            self._near = {w.worker for w in answer.workers if not w.away and w.silent_s < LEASE_S}
 
     def _connected(self, address: str) -> Transport:
         connection = self._connection
@@ -107,7 +112,7 @@ class _Heard:
         """Close the connection, and forget what was heard over it."""
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._call, self.at = None, None, {}
+        self._connection, self._call, self.at, self._near = None, None, {}, set()
 
 
 class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
@@ -164,16 +169,19 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             if not self.entry.ready and self._have_started():
                 self._host.be_ready()
         with self._lock:
-            action = self._host.step(now, self._heard.at, stop=int(stop.get("term", 0)))
+            heard, left = self._heard.at, self._heard.left
+            action = self._host.step(now, heard, left=left, stop=int(stop.get("term", 0)))
         self._do(action)
         self._publish()
 
     def leave(self) -> None:
-        """Let another host take over, if there is one: kill the servers, as if this machine was lost."""
-        if self.entry.serves and len(self.entry.hosts) > 1:
-            log.warning(
-                "Another host takes over: %s.", ", ".join(h for h in self.entry.hosts if h != self.entry.address)
-            )
+        """Let another host take over, if it is ready and there are workers: kill the servers.
+
+        Else the servers end as in a run with one host, and write their last snapshots.
+        """
+        successor = self._host.successor(time.monotonic()) if self.entry.serves and self._heard.at else ""
+        if successor:
+            log.warning("Host %s can take over: the servers of this one are killed.", successor)
             self._overseer.kill_servers()
 
     def __exit__(self, *_: object) -> None:

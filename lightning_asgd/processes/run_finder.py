@@ -18,14 +18,16 @@ __all__ = ["RunFinder"]
 Way = tuple[str, int]
 
 _PAUSE_S = 0.2
-_VOTE_S = 5.0  # as the hosts count it
+_LAPSE_S = 6.0  # after which no host counts a vote: five seconds after it has seen it
 
 
-def _cast(way: Way, worker: int, vote: list[int]) -> None:
-    """Publish a vote at a host; a host that does not answer is asked again later."""
+def _cast(way: Way, worker: int, vote: list[int]) -> bool:
+    """Publish a vote at a host. Returns whether the host has it."""
     with contextlib.suppress(RuntimeError), reach_host(*way) as there:
         there.put(vote_of(worker), vote)
         there.put(VOTED_KEY, [worker, *vote])  # the host reads the votes when this changes
+        return True
+    return False
 
 
 class RunFinder:
@@ -34,7 +36,7 @@ class RunFinder:
     Args:
         given: addresses of hosts, of which at least one has to live when the worker joins.
         ask: a host's entry; False if its process has ended, None if it does not answer, True if it publishes none.
-        cast: publishes a vote at a host.
+        cast: publishes a vote at a host; returns whether the host has it.
         clock: seconds.
 
     Attributes:
@@ -47,7 +49,7 @@ class RunFinder:
         given: Sequence[Way],
         *,
         ask: Callable[[str, int], HostEntry | bool | None] = ask_host,
-        cast: Callable[[Way, int, list[int]], None] = _cast,
+        cast: Callable[[Way, int, list[int]], bool] = _cast,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker = self.term = 0
@@ -93,11 +95,11 @@ class RunFinder:
                 if isinstance(answer, HostEntry):
                     name = self._note(name, answer)
                     seen[name] = answer
-                    if self.term and self._is_next(answer):
+                    if self.term and self._is_next(answer) and self._withdraws(answer):
                         return self._use(answer)
                 elif answer is False:
                     gone.add(name)
-            serving = [entry for entry in seen.values() if self._is_next(entry)]
+            serving = [entry for entry in seen.values() if self._is_next(entry) and self._withdraws(entry)]
             # A host may have been started once more after all of them had ended.
             serving = serving or [e for e in seen.values() if e.serves and self._ways.keys() <= gone | {e.address}]
             if serving:
@@ -142,6 +144,16 @@ class RunFinder:
         self.term, self._present, self._hosts = entry.term, entry.address, entry.hosts
         return self._ways[entry.address]
 
+    def _withdraws(self, entry: HostEntry) -> bool:
+        """Whether no vote for another host counts any more, before this worker uses a host that it had lost again."""
+        if entry.term > self.term or not self._voted_for or self._clock() > self._voted_at + _LAPSE_S:
+            return True
+        self._votes += 1
+        if not self._cast(self._ways[self._voted_for], self.worker, [0, self._votes]):
+            return False
+        self._voted_for = ""
+        return True
+
     def _vote(self, seen: list[HostEntry], gone: set[str]) -> None:
         """Vote for the first host that could take over, unless an earlier vote may still count for another one."""
         if not self.worker or not self.term:
@@ -149,8 +161,9 @@ class RunFinder:
         able = {entry.address for entry in seen if entry.ready and not entry.serves}
         order = (*self._hosts, *sorted(able))
         candidate = next((host for host in order if host in able), "")
-        recent = self._clock() <= self._voted_at + _VOTE_S and self._voted_for not in gone
+        recent = self._clock() <= self._voted_at + _LAPSE_S and self._voted_for not in gone
         if not candidate or (self._votes and candidate != self._voted_for and recent):
             return
         self._voted_for, self._voted_at, self._votes = candidate, self._clock(), self._votes + 1
         self._cast(self._ways[candidate], self.worker, [self.term, self._votes])
+        self._voted_at = self._clock()  # the host counts from its arrival

@@ -3,8 +3,8 @@
 Pure: no network, no threads, time as an argument. The *present host* serves, the others stand by. When the workers lose
 the present host, they vote for a standby host, which takes over once it has the votes of more than half of them.
 
-Two hosts must not serve at once. So the present host has a *lease*: for ``LEASE_S`` after every moment for which it
-knows that no other host can have taken over. It knows that if every standby host has answered that it does not
+Two hosts must not serve at once. So the present host has a *lease*: it may serve for ``LEASE_S`` after the last moment
+at which it knew that no other host had taken over. It knows that if every standby host has answered that it does not
 campaign, or if more than half of the workers were heard, who had then not voted for another host. Without a lease it
 kills its servers. A candidate that cannot reach the present host waits until that lease is over. It waits for nothing
 if the present host's process has ended, or has killed its servers.
@@ -123,15 +123,24 @@ class RunHost:
         at = -math.inf if seen_late else now
         self._votes[worker] = _Vote(term, number, known.since if renewed and known is not None else at, at)
 
-    def step(self, now: float, heard: Mapping[int, float], *, stop: int = 0) -> Action:
+    def successor(self, now: float) -> str:
+        """The address of a host that would take over at once if this one was lost; empty if there is none."""
+        for address, sight in self._sights.items():
+            entry, seen = sight.entry, not sight.ended and now <= sight.asked_at + _FRESH_S
+            if seen and entry is not None and entry.ready and entry.term == self.entry.term and entry.workers:
+                return address
+        return ""
+
+    def step(self, now: float, heard: Mapping[int, float], *, left: Collection[int] = (), stop: int = 0) -> Action:
         """What to do now.
 
         Args:
             now: seconds.
             heard: as the present host: its workers, and when each was heard.
+            left: workers that have left the run. Their numbers are not given again, so they elect no host.
             stop: the term that another host has asked this one to end.
         """
-        action = self._serve_on(now, heard, stop) if self.entry.serves else self._stand_by(now)
+        action = self._serve_on(now, heard, left, stop) if self.entry.serves else self._stand_by(now)
         if action is Action.STOP:
             self._present_at = now
             self.entry = replace(self.entry, present="", ready=False, campaigns=True)
@@ -140,7 +149,7 @@ class RunHost:
 
     # ------------------------------------------------------------------ the present host
 
-    def _serve_on(self, now: float, heard: Mapping[int, float], stop: int) -> Action:
+    def _serve_on(self, now: float, heard: Mapping[int, float], left: Collection[int], stop: int) -> Action:
         mine = self.entry.term
         sights = {address: sight.entry for address, sight in self._sights.items() if not sight.ended}
         serving = {address: entry for address, entry in sights.items() if entry is not None and entry.serves}
@@ -150,7 +159,8 @@ class RunHost:
         standing_by = [s for s in self._sights.values() if not s.ended and s.confirmed_at > -math.inf]
         electors = [self.entry.workers]
         electors += [s.entry.workers for s in standing_by if s.entry is not None and s.entry.term == mine]
-        by_workers = min(_heard_by_most(workers, heard, now) for workers in electors)
+        sure = {**heard, **dict.fromkeys(left, now)}
+        by_workers = min(_heard_by_most(workers, sure, now) for workers in electors)
         if self._awaits_workers and by_workers > -math.inf:
             self._awaits_workers, self._sure_until = False, now
         confirmed = min((sight.confirmed_at for sight in standing_by), default=now)

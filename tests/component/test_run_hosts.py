@@ -26,6 +26,7 @@ class Host:
         self.published, self.serves, self.alive = entry, first, True
         self.votes: dict[int, list[int]] = {}
         self.heard: dict[int, float] = {}
+        self.left: set[int] = set()
         self.stop = 0
 
     @property
@@ -45,6 +46,7 @@ class World:
         self.workers: dict[int, RunFinder] = {}
         self.beats: dict[int, float] = {}
         self.looks: dict[int, float] = {}
+        self.searching: set[int] = set()  # workers that look for a host until they have found one
         for number in range(1, workers + 1):
             self.attach(number)
         self.run(3.0)
@@ -59,10 +61,12 @@ class World:
                 return None
             return there.published if there.alive else False
 
-        def cast(way: tuple[str, int], worker: int, vote: list[int]) -> None:
+        def cast(way: tuple[str, int], worker: int, vote: list[int]) -> bool:
             there = self.at(way[0])
-            if there.alive and not self.is_cut(name, there.address):
+            arrives = there.alive and not self.is_cut(name, there.address)
+            if arrives:
                 there.votes[worker] = vote
+            return arrives
 
         finder = self.workers[number] = RunFinder(ways, ask=ask, cast=cast, clock=lambda: self.now)
         assert finder.look() is not None
@@ -113,7 +117,7 @@ class World:
             host.core.note_vote(worker, term, number, self.now)
         if not host.core.entry.serves and not host.core.entry.ready:
             host.core.be_ready()
-        action = host.core.step(self.now, host.heard, stop=host.stop)
+        action = host.core.step(self.now, host.heard, left=host.left, stop=host.stop)
         if action is Action.SERVE:
             host.serves, host.heard = True, {}
         elif action is Action.STOP:
@@ -127,13 +131,13 @@ class World:
     def _work(self, number: int, finder: RunFinder) -> None:
         mine = self.at(finder._present.split(":")[0])
         reached = not self.is_cut(f"w{number}", mine.address) and mine.serves
-        if reached and mine.core.entry.term == finder.term:
+        if reached and mine.core.entry.term == finder.term and number not in self.searching:
             if self.now >= self.beats[number] + BEAT_S:
                 self.beats[number] = self.now
                 mine.heard[number] = self.now
         elif self.now >= self.beats[number] + BEAT_S and self.now >= self.looks[number] + LOOK_S:
             self.looks[number] = self.now
-            finder.look()
+            (self.searching.add if finder.look() is None else self.searching.discard)(number)
 
     def twice_s(self) -> float:
         """For how long more than one host has served, and had the workers without whose reports servers do nothing."""
@@ -224,6 +228,37 @@ def test_a_standby_host_that_is_lost_is_not_needed() -> None:
     world.hosts[0].heard = {}
     world.run(10.0)
     assert world.serving == ["h0:1"], "it is forgotten: it may not take over any more"
+
+
+def test_workers_that_leave_while_a_standby_host_is_lost_end_no_lease() -> None:
+    world = World(2, 2)
+    world.cut(["h1:1"])
+    world.run(10.0)
+    world.workers.clear()
+    world.hosts[0].heard, world.hosts[0].left = {}, {1, 2}
+    world.run(30.0)
+    assert world.serving == ["h0:1"], "they elect no host, so none can have taken over"
+
+
+def test_a_worker_withdraws_its_vote_before_it_uses_the_host_again() -> None:
+    world = World(2, 3)
+    for finder in world.workers.values():
+        finder.look()
+    world.cuts |= {frozenset(("h0:1", f"w{number}")) for number in (1, 2, 3)} | {frozenset(("h0:1", "h1:1"))}
+    world.run(BEAT_S + 2 * LOOK_S)
+    assert world.hosts[1].votes
+    world.cuts -= {frozenset(("h0:1", f"w{number}")) for number in (1, 2, 3)}
+    world.run(15.0)
+    assert world.serving == ["h0:1"]
+    assert {term for term, _ in world.hosts[1].votes.values()} == {0}
+
+
+def test_who_may_take_over_is_known() -> None:
+    world = World(2, 1)
+    assert world.hosts[0].core.successor(world.now) == "h1:1"
+    world.kill(1)
+    world.run(1.0)
+    assert world.hosts[0].core.successor(world.now) == ""
 
 
 def test_a_host_that_knows_no_run_never_serves() -> None:

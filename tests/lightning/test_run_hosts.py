@@ -55,7 +55,7 @@ def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Pat
         os.kill(second.pid, signal.SIGTERM)
         second.join(10)
         assert second.exitcode == 0, said("second")
-        assert f"Another host takes over: {one}." in said("second")
+        assert f"Host {one} can take over: the servers of this one are killed." in said("second")
         for worker, name in zip(workers, "abc", strict=True):
             worker.join(60)
             assert worker.exitcode == 0, (tmp_path / f"{name}.log").read_text()
