@@ -175,11 +175,11 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._publish()
 
     def leave(self) -> None:
-        """Let another host take over, if it is ready and there are workers: kill the servers.
+        """Let another host take over, if it is there and workers can elect it: kill the servers.
 
         Else the servers end as in a run with one host, and write their last snapshots.
         """
-        successor = self._host.successor(time.monotonic()) if self.entry.serves and self._heard.at else ""
+        successor = self._host.successor if self.entry.serves else ""
         if successor:
             log.warning("Host %s can take over: the servers of this one are killed.", successor)
             self._overseer.kill_servers()

@@ -123,13 +123,11 @@ class RunHost:
         at = -math.inf if seen_late else now
         self._votes[worker] = _Vote(term, number, known.since if renewed and known is not None else at, at)
 
-    def successor(self, now: float) -> str:
-        """The address of a host that would take over at once if this one was lost; empty if there is none."""
-        for address, sight in self._sights.items():
-            entry, seen = sight.entry, not sight.ended and now <= sight.asked_at + _FRESH_S
-            if seen and entry is not None and entry.ready and entry.term == self.entry.term and entry.workers:
-                return address
-        return ""
+    @property
+    def successor(self) -> str:
+        """The address of another host that the workers can elect; empty if there is none, or no worker."""
+        alive = (a for a in self.entry.hosts if a in self._sights and not self._sights[a].ended)
+        return next(alive, "") if self.entry.workers else ""
 
     def step(self, now: float, heard: Mapping[int, float], *, left: Collection[int] = (), stop: int = 0) -> Action:
         """What to do now.

@@ -253,12 +253,17 @@ def test_a_worker_withdraws_its_vote_before_it_uses_the_host_again() -> None:
     assert {term for term, _ in world.hosts[1].votes.values()} == {0}
 
 
-def test_who_may_take_over_is_known() -> None:
+def test_a_host_that_stops_hands_over_only_where_workers_can_elect_another_one() -> None:
     world = World(2, 1)
-    assert world.hosts[0].core.successor(world.now) == "h1:1"
+    assert world.hosts[0].core.successor == "h1:1"
     world.kill(1)
     world.run(1.0)
-    assert world.hosts[0].core.successor(world.now) == ""
+    assert world.hosts[0].core.successor == ""
+    world = World(2, 1)
+    world.workers.clear()
+    world.hosts[0].heard, world.hosts[0].left = {}, {1}
+    world.run(2.0)
+    assert world.hosts[0].core.successor == ""
 
 
 def test_a_host_that_knows_no_run_never_serves() -> None:
