@@ -102,7 +102,7 @@ def real(factors: tuple[float, ...], epochs: int) -> list[dict[str, Any]]:
 
 
 def figures(found: list[dict[str, Any]]) -> Figures:
-    """What a job's workers came to."""
+    """Throughput and mean staleness of a job, from what its workers reported."""
     ends = found[0]["ends"]
     samples = len(found) * STEPS * BATCH * (len(ends) - 1)
     staleness = sum(worker["staleness"] for worker in found) / sum(worker["pushes"] for worker in found)

@@ -50,7 +50,7 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def serve(network: Network, machine: int, folder: Path, transport: str, join: str) -> None:
-    """`lightning-asgd serve` on a machine, the first one or one that stands by."""
+    """Run `lightning-asgd serve` on a machine. With ``join`` it stands by."""
     network.enter(machine)
     quiet(folder / f"serve-{machine}.log")
     where = [f"--host={network.addresses[machine]}", f"--port={PORT}", "--run-id=storm", f"--transport={transport}"]
@@ -168,7 +168,7 @@ class Run:
 
 
 def serves(process: psutil.Process) -> bool:
-    """Whether a process lives, and is one of the servers that were used: not one that was kept ready."""
+    """Whether a process is alive and holds a server of the run, rather than being kept ready for one."""
     with contextlib.suppress(psutil.Error):
         arguments = process.cmdline()
         return "lightning_asgd.server.server_process" in arguments and f'"server": {SERVERS}' not in arguments[-1]

@@ -190,7 +190,7 @@ def wait(condition: Any, what: str) -> None:
 
 
 def measure(workers: int) -> bool:
-    """Kill the first host of a run with so many workers, and print what followed."""
+    """Kill the first host of a run with that many workers, and print how long the takeover takes."""
     with tempfile.TemporaryDirectory() as name:
         folder, fork = Path(name), multiprocessing.get_context("fork").Process
         hosts = Hosts(folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.environment import parted
-from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, vote_of
+from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, is_address, vote_of
 from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.protocol import Status, StatusRequest
@@ -138,10 +138,11 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         if entry.serves:
             self._announce()
 
-    def _add(self, address: str) -> None:
-        """Another host is there."""
-        with self._lock:
-            self._host.add(address)
+    def _add(self, address: str | None) -> None:
+        """Another host is there, if that is an address."""
+        if is_address(address):
+            with self._lock:
+                self._host.add(str(address))
 
     @property
     def entry(self) -> HostEntry:
@@ -156,11 +157,11 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
     def step(self) -> None:
         """Decide what to do now, and do it. Called several times a second."""
         now = time.monotonic()
-        if (joins := self._rendezvous.peek(JOIN_KEY, str)) is not None:
-            self._add(joins)
-        stop = self._rendezvous.peek(STOP_KEY, dict) or {}
-        if stop.get("by"):
-            self._add(str(stop["by"]))
+        stop = 0
+        match self._rendezvous.peek(STOP_KEY, dict):
+            case {"term": int(stop), "by": str(rival)}:
+                self._add(rival)
+        self._add(self._rendezvous.peek(JOIN_KEY, str))
         self._ask_others()
         if self.entry.serves and self._others:
             self._heard.look(self.keys[0], now)
@@ -170,7 +171,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
                 self._host.be_ready()
         with self._lock:
             heard, left = self._heard.at, self._heard.left
-            action = self._host.step(now, heard, left=left, stop=int(stop.get("term", 0)))
+            action = self._host.step(now, heard, left=left, stop=stop)
         self._do(action)
         self._publish()
 

@@ -11,7 +11,17 @@ from lightning_asgd.environment import parted
 from lightning_asgd.transports.addresses import listens
 from lightning_asgd.transports.rendezvous import Rendezvous
 
-__all__ = ["HOST_KEY", "JOIN_KEY", "STOP_KEY", "VOTED_KEY", "HostEntry", "ask_host", "reach_host", "vote_of"]
+__all__ = [
+    "HOST_KEY",
+    "JOIN_KEY",
+    "STOP_KEY",
+    "VOTED_KEY",
+    "HostEntry",
+    "ask_host",
+    "is_address",
+    "reach_host",
+    "vote_of",
+]
 
 HOST_KEY = "host"
 """The rendezvous key of a host's entry."""
@@ -65,13 +75,14 @@ class HostEntry:
                 "workers": [*workers],
                 "ready": bool(ready),
                 "campaigns": bool(campaigns),
-            } if all(_is_address(each) for each in (address, *hosts)) and all(isinstance(n, int) for n in workers):
+            } if all(is_address(each) for each in (address, *hosts)) and all(isinstance(n, int) for n in workers):
                 about = run, transport, servers, address, term, present, tuple(hosts), tuple(workers)
                 return cls(*about, ready, campaigns)
         return None
 
 
-def _is_address(found: Any) -> bool:
+def is_address(found: Any) -> bool:
+    """Whether a value is a text that names a host and a port."""
     try:
         return isinstance(found, str) and bool(parted(found))
     except ValueError:
