@@ -15,7 +15,8 @@ causes, such as the answers to others that wait. Runs are interleaved; medians, 
 limits a shard, the memory bandwidth of this machine, is measured too.
 
 The goals: from 16 to 1,024 workers no kind of message costs more than three times as much, and with 1,024 the
-coordinator takes less than a fifth of a core. :mod:`scale_sockets` measures the same in real processes.
+coordinator takes less than a fifth of a core. A kind that was not measured fails. :mod:`scale_sockets` measures the
+same in real processes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from scale_picture import GOAL, LOAD, draw
 WORKERS = (16, 64, 256, 1024)
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 NOT_MESSAGES = ("tick", "garbage", "other")
+OF_RUN = {(server, kind) for server in ("coordinator", "shard") for kind in ("exchange", "beat", "join", "leave")}
+OF_RUN |= {("coordinator", "claim")}
+EXPECTED = {"run": OF_RUN, "job": OF_RUN | {("coordinator", "contribution")}}
 
 Figures = dict[tuple[str, str, str], dict[int, list[float]]]
 """Microseconds per message, of every repeat: by kind of job, server and kind of message; by number of workers."""
@@ -97,6 +101,12 @@ def show(figures: Figures, load: dict[str, dict[int, float]], sizes: list[int]) 
                 verdict = "PASS" if ratio <= GOAL else "FAIL"
                 lines.append(f"{verdict}  {server}, {kind} of a {name}: x {ratio:.2f}, at most x {GOAL:g}")
         table.add_row(server, kind, name, *cells, growth)
+    for name in load:
+        for server, kind in sorted(EXPECTED[name]):
+            measured = figures[name, server, kind]
+            if len(sizes) < 2 or not all(measured.get(size) for size in sizes):
+                good = False
+                lines.append(f"FAIL  {server}, {kind} of a {name}: measured with {len(measured)} number(s) of workers")
     CONSOLE.print(table)
     CONSOLE.print(
         "tick: four times per second, however many workers there are. garbage: what Python's collector takes, per "

@@ -20,8 +20,8 @@ __all__ = ["FASTEST_S", "ONE", "Crowd", "Member", "fixed"]
 
 ONE = 1 << 32  # sums are whole numbers of this part, so that they are exact, whatever their order
 _CELLS = 1024  # per second: how exactly a worker's first end is known
-_MIDDLE = 1 << 32  # cell of second 0, which is 48 days from the first and the last
-_END = 2 * _MIDDLE
+_MIDDLE = 1 << 32  # cell of second 0, 48 days from the first cell
+_LAST = _MIDDLE + (1 << 31)
 FASTEST_S = 1e-9  # seconds per unit, at least: an inverse must be a number
 
 
@@ -49,17 +49,24 @@ class _Sums:
 
     def __init__(self) -> None:
         self._nodes: dict[int, list[int]] = {}
+        self._low, self._high = _MIDDLE - _CELLS, _MIDDLE + _CELLS  # all cells in use; powers of two from the middle
 
     def __bool__(self) -> bool:
         return bool(self._nodes)
 
     def add(self, member: Member, count: int) -> None:
         """Add as many members like this one; fewer than none are removed."""
-        index = min(max(1, int(member.end_s * _CELLS) + _MIDDLE), _END - 1)
+        index = min(max(1, int(member.end_s * _CELLS) + _MIDDLE), _LAST)
         rate = member.rate
         size, rate, work = count * member.size, count * rate, count * round(rate * member.end_s)
         nodes = self._nodes
-        while index < _END:
+        while index <= self._low:
+            self._low = 2 * self._low - _MIDDLE
+        while index > self._high:
+            below, self._high = nodes.get(self._high), 2 * self._high - _MIDDLE
+            if below is not None:
+                nodes[self._high] = below.copy()  # it sums up the middle's upper half, of which there was no more
+        while index <= self._high:
             node = nodes.get(index)
             if node is None:
                 nodes[index] = [count, size, rate, work]
@@ -74,10 +81,10 @@ class _Sums:
 
     def until(self, second: float) -> tuple[int, int, int]:
         """Units of a step of each, units per second, and these times the seconds of the first ends."""
-        index = min(max(0, int(second * _CELLS) + _MIDDLE - 1), _END - 1)  # those in its own cell may end later
+        index = min(max(0, int(second * _CELLS) + _MIDDLE - 1), _LAST)  # those in its own cell may end later
         size = rate = work = 0
-        nodes = self._nodes
-        while index:
+        nodes, index = self._nodes, min(index, self._high)
+        while index > self._low:
             node = nodes.get(index)
             if node is not None:
                 size += node[1]

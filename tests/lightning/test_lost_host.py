@@ -41,6 +41,15 @@ class Tell(pl.Callback):
         (self.folder / f"steps{self.rank}").write_text(str(trainer.global_step))
         if (self.folder / f"raise{self.rank}").exists():
             raise KeyError("no such sample")
+        if (self.folder / f"hold{self.rank}").exists():
+            self.hold(*trainer.strategy.fit_session.synchronizer.channels)
+
+    def hold(self, channel: Any) -> None:
+        """Wait to be killed, once both servers have the last push: one of them would lack half a push for good."""
+        while channel.log.in_flight is not None and not channel.answered:
+            time.sleep(0.01)
+        (self.folder / f"held{self.rank}").touch()
+        time.sleep(60)
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
         trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())
@@ -120,6 +129,9 @@ def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains:
                 (tmp_path / "raise0").touch()
                 workers[0].join(20)
                 assert workers[0].exitcode == 1, (tmp_path / "output0").read_text()
+            else:
+                (tmp_path / "hold1").touch()
+                wait_until((tmp_path / "held1").exists, 60, "worker 1, between two pushes")
             workers[lost].kill()
             workers[lost].join()
             begun = time.time()
