@@ -1,17 +1,18 @@
-"""64 workers on two cores, of which a hundred are killed and replaced: is anything lost, does the server stay small?
+"""64 workers on two cores, with a hundred kills and replacements: is an update lost, does the server's memory grow?
 
     python benchmarks/crowd.py                  # half an hour
     python benchmarks/crowd.py --minutes 3      # a tenth of the kills
 
 `lightning-asgd serve` hosts an elastic run with one server. Worker processes, forked after the imports, attach to it
-and train a tiny model. At random moments, by seed, one of them is killed, any of them, also the chief, and another
-process joins. Training a sample adds 1 to that sample's parameter, and pushes are added in full: at the end every
-weight must be the number of epochs, exactly, whatever was killed when. With one server a push is applied or it is not.
+and train a tiny model. At random moments, which the seed determines, a worker is killed, which may be the chief, and
+another process joins. Training a sample adds 1 to that sample's parameter, and pushes are added in full: at the end
+every weight must be exactly the number of epochs. With one server a push is applied whole, or not at all.
 
-The memory of the server's process, without program files, is noted all the time once all workers train. The median of
-the last third must be at most 3 % above that of the first third.
+The memory of the server's process, without program files, is noted every two seconds once all workers train. The
+median of the last third must be at most 3 % above that of the first third.
 
-Exits with 1 if a weight is wrong, if memory grows, or if a worker fails or does not train within two minutes.
+Exits with 1 if a weight is wrong, if memory grows, if a worker fails, or if a replacement does not train within two
+minutes.
 """
 
 from __future__ import annotations

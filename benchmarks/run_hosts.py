@@ -77,7 +77,7 @@ class Run:
         about = self.network, machine, self.folder, self.transport, join
         self.hosts[machine] = self._fork(target=serve, args=about)
         self.hosts[machine].start()
-        self.wait(lambda: self.entry(machine), 60, f"the host on machine {machine}")
+        self.wait(lambda: self.entry(machine), 60, f"host on machine {machine} that serves or is ready")
 
     def worker(self, machine: int, name: str, server: str) -> None:
         """Start a worker."""

@@ -11,9 +11,10 @@ as fast as the servers answer. Meanwhile the kernel counts the CPU time of each 
 with its way through the sockets, decryption, decoding, and the reply. What an idle server takes for its clock and for
 ZeroMQ's own heartbeats is measured first, and subtracted; a figure of which that is more than half is not valid.
 
-A claim is for one step of 2 s; an exchange pushes and fetches a thousand weights per server by value; a beat and an
-exchange go to both servers; a leave and a join happen while all others are there, and the one who joins connects, lays
-the shards out, and waits for their end. Medians, minima and maxima are of repeats.
+A claim is a lease request, here for one step of 2 s. An exchange pushes and fetches a thousand weights per server by
+value. A beat is a heartbeat. Beats and exchanges go to both servers. Clients leave and join while all others are
+connected; a client that joins connects, allocates the shards, and waits for the replies. Medians, minima and maxima
+are of the repeats.
 
 The goal: from the fewest to the most clients no kind of message costs more than three times as much. A kind without a
 valid figure fails, and so does a transport with one number of clients: it shows no growth.

@@ -233,6 +233,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, action="append", help="a multiple of 4; the default is 16, 64 and 256")
     args = parser.parse_args()
+    for workers in args.workers or ():
+        if workers < PROCESSES or workers % PROCESSES:
+            parser.error(f"--workers {workers}. Expected a multiple of {PROCESSES}, the number of processes.")
     clean_environment()
     os.environ[SECRET_ENV] = "for this program's processes only"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up

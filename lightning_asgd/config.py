@@ -79,6 +79,11 @@ class ExchangeConfig:
         return type(self.algorithm).__name__
 
     @property
+    def reply_s(self) -> float:
+        """Seconds within which exchanges are answered; where a reply waits for other workers, as long as these need."""
+        return self.timeouts.collective_s if self.algorithm.waits else self.timeouts.exchange_s
+
+    @property
     def restorable(self) -> bool:
         """Whether the workers hold the weights that a server has, so that a lost server can be restored from them.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_UPDATE", "is_finite", "is_small_enough", "is_within_bounds", "largest", "zero_nonfinite"]
+__all__ = ["MAX_UPDATE", "checksum", "is_finite", "is_small_enough", "is_within_bounds", "largest", "zero_nonfinite"]
 
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
@@ -33,6 +33,16 @@ def largest(tensor: Tensor) -> float:
         return 0.0
     least, most = torch.aminmax(tensor)
     return float(torch.maximum(-least, most))
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that is the same for the same bits, and almost certainly another one for others."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
+    numbers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
+    halves = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    first, second = (int(half.sum(dtype=torch.int64)) for half in halves)
+    return first * 0x9E3779B1 + second
 
 
 def is_small_enough(update: Tensor, weights: Tensor) -> bool:

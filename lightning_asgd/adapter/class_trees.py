@@ -237,8 +237,11 @@ def is_foreign(environment: Any) -> bool:
     return not any(f"{module}.".startswith(f"{tree.fabric}.") for tree in TREES)
 
 
-def when_process_groups_are_made(tree: Tree, call: Callable[[], None]) -> None:
-    """Have something called before one of the tree's own strategies, such as DDP, makes its process group."""
+def when_process_groups_are_made(tree: Tree, call: Callable[[int], None]) -> None:
+    """Have something called before one of the tree's own strategies, such as DDP, makes its process group.
+
+    It gets the number of processes.
+    """
     for name in ("ddp", "fsdp", "model_parallel", "deepspeed"):
         module: Any = sys.modules.get(f"{tree.package}.strategies.{name}")
         make = private_names.make_process_group.of(module)
@@ -246,9 +249,11 @@ def when_process_groups_are_made(tree: Tree, call: Callable[[], None]) -> None:
             private_names.make_process_group.set_of(module, functools.partial(_after, call, make))
 
 
-def _after(call: Callable[[], None], make: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    call()
-    make(*args, **kwargs)
+def _after(
+    call: Callable[[int], None], make: Callable[..., None], cluster_environment: Any, *args: Any, **kwargs: Any
+) -> None:
+    call(cluster_environment.world_size())
+    make(cluster_environment, *args, **kwargs)
 
 
 def looks_at_gradients(module: Any) -> bool:

@@ -15,16 +15,21 @@ from lightning_asgd.processes.engine import end_with_agent, requeue_job
 __all__ = ["heed_engine"]
 
 
-def heed_engine(trainer: Any) -> Callable[[], None]:
+def heed_engine(trainer: Any, note: Callable[[int, Any], None] | None = None) -> Callable[[], None]:
     """Leave the run with torchrun's agent, and before SLURM's time limit. Returns the undo.
+
+    ``note`` handles SIGTERM, where that is not Lightning's flag.
 
     Lightning's own handler requeues a job on its rank 0 only, which is one worker of the run and not one of each job,
     and writes a checkpoint first.
     """
     end_with_agent()
 
-    def requeue_and_leave(signum: int, _: Any) -> None:
+    def requeue_and_leave(signum: int, frame: Any) -> None:
         requeue_job()
-        private_names.sigterm_came.set(trainer, True)
+        if note is None:
+            private_names.sigterm_came.set(trainer, True)
+        else:
+            note(signum, frame)
 
     return private_names.requeue_job.replace(trainer, requeue_and_leave)

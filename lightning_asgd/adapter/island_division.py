@@ -97,6 +97,7 @@ class Division:
                 f"{dist.get_world_size()} already, of an earlier Trainer. Expected islands of that size in all "
                 "Trainers of a script, or a script for each."
             )
+        world.note_island_group()
         self._place = self._meet()
         first = self._environment.local_rank() - self.place.rank
         strategy.parallel_devices = self._devices[first : first + self._size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
@@ -50,8 +51,12 @@ class IslandSession(FitSession):
         return set_up_island(*about, self._config, self._training, start)
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
-        meet = super()._meet
+        meet, mine = super()._meet, replace(mine, should_stop=self._group.any(mine.should_stop))
         return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
+
+    def any_stops(self, should_stop: bool) -> bool:
+        """Whether any process of the island is to stop."""
+        return self._group.any(should_stop)
 
     @property
     def _writes_files(self) -> bool:

@@ -17,6 +17,7 @@ from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.island_division import Division, size_of_islands
 from lightning_asgd.adapter.island_session import IslandSession
+from lightning_asgd.adapter.joint_decisions import SharedSigterm
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.trainer_shell import TrainerShell
@@ -49,6 +50,12 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
             f"island={strategy.options.island!r} was given to a Trainer of {tree.package}. Expected 'ddp', a "
             f"number of devices, or a {' or '.join(_INSIDE)} of {tree.package}.strategies."
         )
+    if base == "DDPStrategy" and (period := private_names.averaging_period.of(inside)) is not None:
+        raise ConfigurationError(
+            f"island=DDPStrategy(model_averaging_period={period}) was given. Expected a strategy that keeps the "
+            "weights of its processes equal: each process exchanges a part of them. Leave model_averaging_period out, "
+            "and make islands of the processes that average their gradients in every step."
+        )
     strategy.__class__ = tree.derive(IslandStrategy, base)
     vars(strategy).update(vars(inside))
     strategy._inside, strategy.tree, strategy._division = inside, tree, None
@@ -71,6 +78,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     """What the island does while it fits; None else."""
     samples: list[dict[str, Any]]
     _failed = False
+    _sigterm: SharedSigterm
     _undo: tuple[Callable[[], None], ...] = ()
 
     def _become(self, tree: Tree, accelerator: Any) -> None:
@@ -79,6 +87,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy, saved or in another process: without this process's session."""
         state = private_names.CommonHooks.__getstate__(self)
+        state.pop("_sigterm", None)
         return {**state, "_group": None, "_membership": None, "fit_session": None, "_undo": ()}
 
     @property
@@ -157,8 +166,10 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
-        self._undo = (put_first(trainer, monitor=self.options.monitor),)
-        self._undo += (heed_engine(trainer) if self._division is None else self._division.watch(),)
+        self._sigterm = SharedSigterm(trainer)
+        self._undo = self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
+        heeds = heed_engine(trainer, self._sigterm.note) if self._division is None else self._division.watch()
+        self._undo += (heeds,)
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module, and take the run's weights and progress.
@@ -227,7 +238,9 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
-        if self.fit_session is not None:
+        if self.fit_session is not None and self._group is not None:
+            if self._group.begin_batch(self._sigterm.came, self.fit_session.synchronizer.stats.steps):
+                self._sigterm.obey()
             self.fit_session.before_batch(batch)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

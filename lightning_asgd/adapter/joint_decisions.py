@@ -22,7 +22,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.protocol import Place
 
-__all__ = ["JointDecisions", "Peers", "keep_sigterm_local", "when_epochs_end"]
+__all__ = ["JointDecisions", "Peers", "SharedSigterm", "keep_sigterm_local", "when_epochs_end"]
 
 
 class Peers(Protocol):
@@ -160,6 +160,38 @@ def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
         undo_broadcast()
 
     return undo
+
+
+class SharedSigterm:
+    """SIGTERM of one process of an island ends the fit after the same batch on all of them.
+
+    Lightning broadcasts the flag within its handler, which may run between any two collectives of this process.
+
+    Attributes:
+        came: whether this process has got the signal.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self.came = trainer, False
+        undo_note = private_names.note_sigterm.replace(trainer, self.note)
+        undo_broadcast = private_names.broadcast_sigterm.replace(trainer, lambda: None)
+        self._undo = undo_note, undo_broadcast
+
+    def note(self, signum: int, _: Any) -> None:
+        """Handle the signal."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self.came:
+            launcher.kill(signum)
+        self.came = True
+
+    def obey(self) -> None:
+        """End the fit after the next batch: a process has got the signal."""
+        private_names.sigterm_came.set(self._trainer, True)
+
+    def undo(self) -> None:
+        """Leave the signal to Lightning again."""
+        for each in self._undo:
+            each()
 
 
 def when_epochs_end(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:

@@ -170,6 +170,7 @@ backward_sync_control = Name("fabric.strategies:DDPStrategy()._backward_sync_con
 data_parallel_size = Name("strategies:ModelParallelStrategy()._data_parallel_size", INSTANCE, STARTING)
 tensor_parallel_size = Name("strategies:ModelParallelStrategy()._tensor_parallel_size", INSTANCE, STARTING)
 layer_sync = Name(f"{_STRATEGY}._layer_sync", INSTANCE, STARTING)
+averaging_period = Name(f"{_STRATEGY}._model_averaging_period", INSTANCE, STARTING)
 strategy_module = Name(f"{_STRATEGY}._lightning_module", INSTANCE, TAKING)
 optimizers = Name(f"{_STRATEGY}._optimizers", INSTANCE, TAKING)
 wrapped_optimizers = Name(f"{_STRATEGY}._lightning_optimizers", INSTANCE, TAKING)
@@ -193,7 +194,6 @@ _SHOWN = "the progress bar shows the number of batches that Lightning counts"
 tqdm_bar = Name("callbacks:TQDMProgressBar()._train_progress_bar", INSTANCE, BARS, otherwise=_SHOWN)
 rich_bar = Name("callbacks:RichProgressBar().progress", INSTANCE, BARS, otherwise=_SHOWN)
 rich_task = Name("callbacks:RichProgressBar().train_progress_bar_id", INSTANCE, BARS, otherwise=_SHOWN)
-
 
 # ---------------------------------------------------------------------- the Trainer
 

@@ -21,12 +21,21 @@ from lightning_asgd.loop import job_address
 from lightning_asgd.loop.fleet import end_idle_membership
 from lightning_asgd.processes import rank_variables
 
-__all__ = ["announce", "check_module", "collectives_are_real", "is_ours", "release_process_group", "withdraw"]
+__all__ = [
+    "announce",
+    "check_module",
+    "collectives_are_real",
+    "is_ours",
+    "note_island_group",
+    "release_process_group",
+    "withdraw",
+]
 
 log = logging.getLogger(__name__)
 
 _dist: Any = dist  # a build without it lacks the names below; asked for only when used
 _place: RankInfo | None = None
+_has_island_group = False
 _replaced: dict[str, str | None] = {}  # environment variables as they were before the first announcement
 
 
@@ -83,12 +92,28 @@ def withdraw() -> None:
         dist.destroy_process_group()
 
 
-def release_process_group() -> None:
-    """Release the default process group to another strategy of this process, which is about to make its own."""
+def release_process_group(world_size: int) -> None:
+    """Release the default process group to another strategy of this process, which is about to make its own.
+
+    Lightning makes none if there is one. Raises a :class:`ConfigurationError` if that is of another size: a part of the
+    processes would train and test as if they were all.
+    """
     end_idle_membership()
     job_address.release_port()
     if is_ours():
         withdraw()
+    if _has_island_group and dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ConfigurationError(
+            f"This process has a process group of {dist.get_world_size()}, of a Trainer that divided its devices into "
+            f"islands, and this Trainer has {world_size} processes. Expected islands of the same size in all Trainers "
+            "of a script, or a script for each."
+        )
+
+
+def note_island_group() -> None:
+    """A Trainer makes the default process group of its island only, which stays until the process ends."""
+    global _has_island_group
+    _has_island_group = True
 
 
 def is_ours() -> bool:

@@ -96,7 +96,7 @@ def _check(given: dict[str, Any]) -> None:
         if given[name] is not None:
             at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))
     if given["server_gbyte_s"] is not None:
-        at_least("server_gbyte_s", given["server_gbyte_s"], 0, above=True)
+        at_least("server_gbyte_s", given["server_gbyte_s"], 0, above=True, finite=True)
     whole("simulate", given["simulate"], 0)
     whole("island", given["island"], 0)
     if given["memory_gb"] is not None:
@@ -249,7 +249,7 @@ def _times(scaling: _Scaling, job: Job, batch_size: int, simulated: dict[int, fl
 
 def _costs(scaling: _Scaling) -> Table:
     """What was measured."""
-    calibration, headings = scaling.calibration, ("claim", "exchange", "heartbeat", "GB/s")
+    calibration, headings = scaling.calibration, ("lease", "exchange", "heartbeat", "GB/s")
     made = table(f"Milliseconds of a server's core, {calibration.machine}", "workers", *headings)
     for workers, costs in sorted(calibration.by_workers.items()):
         cells = (f"{1000 * s:.2f}" for s in (costs.claim_s, costs.exchange_s, costs.beat_s))

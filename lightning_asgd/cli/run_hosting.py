@@ -132,6 +132,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._heard = _Heard(rendezvous, entry.transport, interface)
         self._published: HostEntry | None = None
         self._voted: Any = None
+        self._could_take_over = False
         self.keys = overseer.keys(entry.servers)
         """Of this host's servers, in its rendezvous."""
         self._publish()
@@ -174,6 +175,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             action = self._host.step(now, heard, left=left, stop=stop)
         self._do(action)
         self._publish()
+        self._report_readiness()
 
     def leave(self) -> None:
         """Let another host take over, if it is there and workers can elect it: kill the servers.
@@ -228,12 +230,31 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         elif action is Action.STOP:
             self._overseer.hot_standby = False
             self._overseer.kill_servers()
-            log.warning("Another host may have taken over run %r: the servers of this host were killed.", entry.run)
+            log.warning(
+                "Another host may have taken over run %r: this host has killed its servers, and stands by. If no other "
+                "host serves the run, check the network between the hosts and the workers.",
+                entry.run,
+            )
             self._heard.close()
             self._overseer.add_servers(entry.servers, succeed=True)
             self.keys = self._overseer.keys(entry.servers)
         elif action is Action.ASK_TO_STOP and self._host.rival in self._others:
             self._others[self._host.rival].send(STOP_KEY, {"term": self._host.rival_term, "by": entry.address})
+
+    def _report_readiness(self) -> None:
+        """Log it if this standby host cannot take over any more."""
+        entry, host = self.entry, self._host
+        could, self._could_take_over = self._could_take_over, entry.ready and host.may_take_over
+        if could and not self._could_take_over and not entry.serves and entry.present:
+            log.warning(
+                "This host cannot take over run %r any more: host %s, which serves it, %s. Check the network between "
+                "them: once they reach each other, it can again.",
+                entry.run,
+                entry.present,
+                f"has not answered for {host.silent_s:.0f} s"
+                if entry.address in entry.hosts
+                else f"does not count {entry.address} among the run's hosts",
+            )
 
     def _announce(self) -> None:
         self._overseer.hot_standby = True

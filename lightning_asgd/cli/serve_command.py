@@ -41,7 +41,8 @@ def serve(
     the run over.
 
     Args:
-        port: port at which workers find the run. With "zmq" they need no other; with "rpc" they need all, in both ways.
+        port: port at which workers find the run. With "zmq" they need no other; with "rpc" all ports must be open, in
+            both directions.
         run_id: name of the run, of your choice. Give workers the same name.
         host: name or address of this machine to listen at, IPv4 or IPv6. At the default only workers on this machine
             reach the servers, and those for which a tunnel ends there.

@@ -147,7 +147,7 @@ class IslandReplica:
 
     def accrue(self, skipped: bool | Tensor = False) -> None:
         """Note that a step was taken, or skipped, on this process."""
-        self._part.replica.accrue(skipped)
+        self._part.accrue(skipped)
 
     def distance(self, answers: Any) -> float:
         """Not measured: no process has all of the weights."""

@@ -110,10 +110,9 @@ class IslandFleet(ElasticFleet):
         if self._group.leads:
             connection = self.client.connection
         else:
-            timeouts = self._config.timeouts
             self._job.find_run()
-            about = self._job.connect(), self.session, worker, 0
-            connection = Connection(*about, timeout_s=timeouts.exchange_s, patience_s=timeouts.collective_s)
+            about, patience_s = (self._job.connect(), self.session, worker, 0), self._config.timeouts.collective_s
+            connection = Connection(*about, timeout_s=self._config.reply_s, patience_s=patience_s)
             self.collectives.phase = Phase.SYNC
         self.sender = PartSender(connection, process)
         self.begin_epoch()
@@ -143,8 +142,9 @@ class IslandFleet(ElasticFleet):
             seen.update(self.board.living)
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{len(seen)} of {self._islands} islands have attached within {timeout_s:g} s. Expected all. The "
-                    "output of their processes says what keeps them, or raise Timeouts(collective_s=...)."
+                    f"{len(seen)} of {self._islands} islands have attached within {timeout_s:g} s. Expected all. "
+                    "The output of the missing islands' processes has the cause. If they only start slowly, raise "
+                    "Timeouts(collective_s=...)."
                 )
             return len(seen) >= self._islands
 
@@ -206,12 +206,11 @@ class IslandFleet(ElasticFleet):
         self._begun = True
         plain = {name: tensor for name, tensor in constants.items() if not is_sharded(tensor)}
 
-        def publish() -> Any:
+        def publish() -> None:
             super(IslandFleet, self).share_first_values(layout, plain, progress)
-            return {name: tensor.detach().cpu() for name, tensor in plain.items()}
 
-        for name, value in self._share(publish).items():
-            plain[name].detach().copy_(value)
+        self._share(publish)
+        self._group.copy_first(plain)
 
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_asgd.numerics import checksum
 
 __all__ = ["IslandGroup"]
 
@@ -33,6 +35,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Outcome:
+    call: str
     value: Any = None
     error: BaseException | None = None
     known: dict[str, Any] = field(default_factory=dict)
@@ -73,21 +76,25 @@ class IslandGroup:
         self._facts[name] = fact, learn
 
     def share(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns or raises on the first process. The others do not call it."""
+        """What ``call`` returns or raises on the first process. The others do not call it.
+
+        Raises a ``RuntimeError`` on a process that shares another function than the first one.
+        """
         if self._shares:  # the others are obeying already
             return call()
+        name = call.__qualname__
         if not self.leads:
-            return self._follow()  # type: ignore[no-any-return]
+            return self._follow(name)  # type: ignore[no-any-return]
         self._shares = True
         try:
             value = call()
             self.known = {name: fact() for name, (fact, _) in self._facts.items()}
         except BaseException as error:
-            self._tell(_Outcome(error=_picklable(error, self.rank)))
+            self._tell(_Outcome(name, error=_picklable(error, self.rank)))
             raise
         finally:
             self._shares = False
-        self._tell(_Outcome(value, known=self.known))
+        self._tell(_Outcome(name, value, known=self.known))
         return value
 
     def order(self, name: str, *arguments: Any) -> None:
@@ -108,6 +115,22 @@ class IslandGroup:
         flag = torch.tensor(int(decision))
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
+
+    def begin_batch(self, ends: bool, steps: int) -> bool:
+        """Whether the fit ends on any process. Raises a ``RuntimeError`` unless all have taken as many optimizer steps.
+
+        All processes call it together, before every batch.
+        """
+        met = torch.tensor([int(ends), steps, -steps])
+        dist.all_reduce(met, dist.ReduceOp.MAX, group=self._group)
+        any_ends, most, least = met.tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"Process {self.rank} of this island has taken {steps} optimizer steps in this fit, and others between "
+                f"{-least} and {most}. Expected the same steps on all processes of an island: decide about a step with "
+                "a value that all of them have, such as a reduced one."
+            )
+        return bool(any_ends)
 
     def all(self, decision: bool) -> bool:
         """Whether it is true on every process. All call it together, also within an order."""
@@ -146,17 +169,37 @@ class IslandGroup:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 
+    def differing(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Each process's checksum of the tensors of which not all have the same values. All call it together."""
+        found = self.gather({name: checksum(tensor) for name, tensor in tensors.items()})
+        by_name = {name: [each[name] for each in found] for name in tensors}
+        return {name: sums for name, sums in by_name.items() if len(set(sums)) > 1}
+
+    def copy_first(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the first process's values to the others, one tensor after the other. All call it together."""
+        for name in self.differing(tensors):
+            tensor = tensors[name].detach()
+            near = tensor.cpu().contiguous()
+            self.broadcast(near.reshape(-1).view(torch.uint8), 0, tuple(range(self.size)))
+            tensor.copy_(near)
+
     def broadcast(self, tensor: Tensor, source: int, ranks: tuple[int, ...]) -> None:
         """Give a tensor's values on one of some processes to the others, in place. It is on the CPU."""
         dist.broadcast(tensor, source, group=self.subgroup(ranks))
 
-    def _follow(self) -> Any:
+    def _follow(self, call: str) -> Any:
         while True:
             for got in self._receive():
                 if isinstance(got, _Order):
                     self._orders[got.name](*got.arguments)
                 elif got.error is not None:
                     raise got.error
+                elif got.call != call:
+                    raise RuntimeError(
+                        f"Process {self.rank} of this island is at {call}, and process 0 at {got.call}. Expected the "
+                        "same calls on all processes of an island: decide about them with a value that all of them "
+                        "have, such as a reduced one."
+                    )
                 else:
                     self.known = got.known
                     for name, fact in got.known.items():

@@ -79,11 +79,11 @@ class IslandLeases:
             yield
 
     def wait(self, acknowledged: int) -> bool:
-        """Wait until all have trained the segment."""
+        """Wait until all workers have trained the sync interval."""
         return self._together(lambda leases: leases.wait(acknowledged))
 
     def next_interval(self) -> None:
-        """Move on to the next segment."""
+        """Continue with the next sync interval."""
         self._together(lambda leases: leases.next_interval())
 
     def stop(self, acknowledged: int, *, halt: bool = False) -> None:

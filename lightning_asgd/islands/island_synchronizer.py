@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.blocks import part_layout
 from lightning_asgd.islands.island_exchanger import IslandReplica, IslandShards
 from lightning_asgd.islands.island_group import IslandGroup
-from lightning_asgd.islands.local_tensors import block_of, local_places, reshard
+from lightning_asgd.islands.local_tensors import block_of, is_sharded, local_places, reshard
 from lightning_asgd.islands.next_look import steps_to_look
 from lightning_asgd.islands.part_exchange import Copies, PartExchange, PartSender
 from lightning_asgd.layout import Layout, build_layout
@@ -70,6 +71,7 @@ class IslandSynchronizer(Synchronizer):
             if self._exchanger is not None:
                 run(call(self._exchanger))
 
+        lead.__qualname__ = call.__qualname__
         self._group.share(lead)
         return ()
 
@@ -123,7 +125,7 @@ class IslandSynchronizer(Synchronizer):
             return
         self._stats.steps += 1
         for part in self._parts:
-            part.replica.accrue(skipped)
+            part.accrue(skipped)
 
     def advance(self) -> Waits:
         """Do what is due between two batches, if the first process expected anything when it reported last."""
@@ -213,6 +215,7 @@ def set_up_island(
     layout = build_layout(trainable.items(), buffers.items(), num_servers)
     if start.layout is not None:
         layout.check_same(start.layout, f"worker {sender.connection.worker}", "the run")
+    _check_copies(group, {name: tensor for name, tensor in trainable.items() if not is_sharded(tensor)})
     mine = {name: block_of(name, tensor) for name, tensor in (trainable | buffers).items()}
     gathered = group.gather(mine)
     blocks = {name: [each[name] for each in gathered] for name in mine}
@@ -246,3 +249,15 @@ def set_up_island(
     group.share(lead)
     offline = 0 if algorithm.waits else config.max_offline_steps
     return IslandSynchronizer(group, layout, parts, made[0] if made else None, offline)
+
+
+def _check_copies(group: IslandGroup, whole: Mapping[str, Tensor]) -> None:
+    """Raise unless all processes have the same values of the parameters that each of them holds as a whole."""
+    for name, sums in group.differing(whole).items():
+        other = next(rank for rank, each in enumerate(sums) if each != sums[0])
+        raise ConfigurationError(
+            f"Parameter {name!r} is not sharded, and processes 0 and {other} of this island have different values of "
+            "it. Expected copies of the same values, which the processes exchange parts of. Seed them equally with "
+            "seed_everything() before the module is made, or shard the parameter with fully_shard or "
+            "parallelize_module. Parameters that belong to one process, such as its experts, do not work in an island."
+        )

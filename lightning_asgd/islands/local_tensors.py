@@ -33,8 +33,9 @@ def block_of(name: str, tensor: Tensor) -> Block:
     local = tuple(sharded.to_local().shape)
     if local != tuple(shape) and 0 not in local:
         raise ConfigurationError(
-            f"Parameter {name!r} is placed as {sharded.placements}: this process holds {local}, and {tuple(shape)} was "
-            "expected of it. Expected Shard and Replicate placements that cut each dimension once."
+            f"Parameter {name!r} is placed as {sharded.placements}: this process holds a block of shape {local}. "
+            f"Expected {tuple(shape)}, as with Shard and Replicate placements that cut each dimension once. "
+            "Shard it with fully_shard or parallelize_module, or leave it whole."
         )
     return Block(tuple(begin), local)
 

@@ -116,6 +116,7 @@ class PartExchange:
         self.replica, self.fragment = replica, fragment
         self._group, self._connection, self._process = group, sender.connection, sender.process
         self._layout, self._copies, self._prepare = layout, copies, prepare
+        self._sums_gradients = type(replica).accrue is not Replica.accrue
         # Per server, of the latest exchange and of the latest push, by the exchange's number.
         self._messages: dict[int, list[ExchangePart]] = {}
         self._futures: list[Future[Any]] = []  # of the latest exchange, until all processes have their answers
@@ -179,6 +180,12 @@ class PartExchange:
         """Write this process's part of the update to the send buffers."""
         self._prepare()
         self.replica.pack()
+
+    def accrue(self, skipped: bool | Tensor = False) -> None:
+        """Note that a step was taken, or skipped; where gradients are pushed, add them up."""
+        if self._sums_gradients:
+            self._prepare()
+        self.replica.accrue(skipped)
 
     def send(self, exchange: int, push: bool) -> None:
         """Send it, or ask for weights alone."""

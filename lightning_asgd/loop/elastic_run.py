@@ -103,12 +103,29 @@ class ElasticFleet(Fleet):
         except ASGDError as error:  # such as a lost coordinator; a server then misses their heartbeats
             log.info("Worker %d could not report which workers of this machine have died: %s", worker, error)
         about = (self._tell, self.board, self.attachment.note_chief, heard)
-        finder = self._job.finder
-        every_s = _BEAT_S if finder is not None and finder.several else math.inf
+        several = self._has_several_hosts()
+        every_s = _BEAT_S if several else math.inf
         self._heartbeat = HeartbeatThread(
             self.client, self._config.timeouts.silence_s, *about, at_least_every_s=every_s
         )
         self._heartbeat.on_silence = self._look_for_host
+
+    def _has_several_hosts(self) -> bool:
+        """Whether the run has other hosts. Logs it if none of them can take over."""
+        config, several = self._config, self._job.finder is not None and self._job.finder.several
+        if several and not config.restorable:
+            log.warning(
+                "No other host can take over run %r: its servers cannot be restored from the workers' copies. Expected "
+                "npush equal to nfetch, no compression, and an algorithm whose servers send their weights. This worker "
+                "has npush=%d, nfetch=%d, compression=%r, algorithm=%s. If the host that serves is lost, begin another "
+                "run with the last checkpoint.",
+                self.session,
+                config.npush,
+                config.nfetch,
+                config.compression,
+                config.algorithm_name,
+            )
+        return several
 
     def _look_for_host(self, silent_s: float) -> None:
         """The coordinator does not answer: its machine may be lost, though no connection has broken."""

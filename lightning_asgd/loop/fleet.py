@@ -90,8 +90,7 @@ class Fleet:
             f"{self.session}.{generation}" if generation else self.session,
             worker,
             world_size,
-            # A reply blocked for other workers may take as long as these need to reach a sync point.
-            timeout_s=timeouts.collective_s if self._config.algorithm.waits else timeouts.exchange_s,
+            timeout_s=self._config.reply_s,
             patience_s=timeouts.collective_s,
             with_last_output=supervisor.with_last_output,
         )

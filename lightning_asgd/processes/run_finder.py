@@ -79,9 +79,10 @@ class RunFinder:
                 return self._given[0]
             if self._clock() > deadline:
                 raise LaunchError(
-                    f"None of the hosts {', '.join(self._ways)} serves the run. Expected one of them to serve it, or "
-                    "to take it over once more than half of the workers have lost the one that did. Look at the output "
-                    "of `lightning-asgd serve` there, and check the network."
+                    f"None of the hosts {', '.join(self._ways)} serves the run. Expected one of them to serve it "
+                    f"within {timeout_s:g} s, or to take it over once more than half of the workers have lost "
+                    "the host that served it. Look at the output of `lightning-asgd serve` there, and check the "
+                    "network."
                 )
             time.sleep(_PAUSE_S)
         return found

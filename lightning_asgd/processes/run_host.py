@@ -3,11 +3,12 @@
 Pure: no network, no threads, time as an argument. The *present host* serves, the others stand by. When the workers lose
 the present host, they vote for a standby host, which takes over once it has the votes of more than half of them.
 
-Two hosts must not serve at once. So the present host has a *lease*: it may serve for ``LEASE_S`` after the last moment
-at which it knew that no other host had taken over. It knows that if every standby host has answered that it does not
-campaign, or if more than half of the workers were heard, who had then not voted for another host. Without a lease it
-kills its servers. A candidate that cannot reach the present host waits until that lease is over. It waits for nothing
-if the present host's process has ended, or has killed its servers.
+Two hosts must not serve at once. So the present host has a *lease*, which is not one of data: it may serve for
+``LEASE_S`` after the last moment at which it knew that no other host had taken over. It knows that if every standby
+host has answered that it does not campaign, or if it has heard more than half of the workers: when these were heard,
+they had not voted for another host. When the lease is over, the present host kills its servers. A candidate that
+cannot reach the present host waits until then. It takes over at once if the present host's process has ended, or has
+killed its servers.
 """
 
 from __future__ import annotations
@@ -73,10 +74,12 @@ class RunHost:
         entry: what it publishes now.
         rival: the host that is to be asked to stop.
         rival_term: its term.
+        silent_s: as a standby host: seconds since the present host was last known to serve.
     """
 
     def __init__(self, entry: HostEntry, now: float) -> None:
         self.entry = entry
+        self.silent_s = 0.0
         self.rival, self.rival_term = "", 0
         self._sights: dict[str, _Sight] = {}
         self._votes: dict[int, _Vote] = {}
@@ -98,7 +101,7 @@ class RunHost:
         return self._sights.keys()
 
     def add(self, address: str, known_at: float = -math.inf) -> None:
-        """Another host is there; it may take over if another host has known it, at latest at that time."""
+        """Add another host. ``known_at`` is when a host last listed it, so that it may take over; -inf if none has."""
         if address != self.entry.address:
             self._sights.setdefault(address, _Sight(confirmed_at=known_at))
 
@@ -122,6 +125,11 @@ class RunHost:
         seen_late = now > self._stepped_at + _PAUSED_S  # it may be an old one
         at = -math.inf if seen_late else now
         self._votes[worker] = _Vote(term, number, known.since if renewed and known is not None else at, at)
+
+    @property
+    def may_take_over(self) -> bool:
+        """As a standby host: whether it may take over if the workers elect it, apart from its servers' readiness."""
+        return self.entry.address in self.entry.hosts and self.silent_s <= _FORGET_S
 
     @property
     def successor(self) -> str:
@@ -198,9 +206,8 @@ class RunHost:
             self._campaigns_at = math.inf
         elif was_known:
             self._campaigns_at = min(self._campaigns_at, now)
-        elected_at = self._elected_at(now)
-        listed = self.entry.address in self.entry.hosts and now <= self._present_at + _FORGET_S
-        if elected_at is None or not self.entry.ready or not listed:
+        elected_at, self.silent_s = self._elected_at(now), now - self._present_at
+        if elected_at is None or not self.entry.ready or not self.may_take_over:
             return Action.NOTHING
         if serves:
             self.rival, self.rival_term = self.entry.present, self.entry.term

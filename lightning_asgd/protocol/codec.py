@@ -55,10 +55,11 @@ def encode(value: Any) -> tuple[bytes, list[Buffer]]:
 def decode(header: bytes, buffers: Sequence[Buffer]) -> Any:
     """The value that :func:`encode` was given; its tensors are views of the buffers.
 
-    Raises a ``ProtocolError`` for what :func:`encode` does not return.
+    Each buffer is used once: else a small message could become a large value. Raises a ``ProtocolError`` for what
+    :func:`encode` does not return.
     """
     try:
-        return _decode(json.loads(header), buffers, 0)
+        return _decode(json.loads(header), dict(enumerate(buffers)), 0)
     except ProtocolError:
         raise
     except (Exception, SystemExit) as error:  # a module that is imported may end the program
@@ -152,7 +153,7 @@ def _class_of(name: str) -> type:
     return kind
 
 
-def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
+def _decode(value: Any, left: dict[int, Buffer], depth: int) -> Any:
     if depth > _DEEPEST:
         raise ProtocolError(f"A message is nested more than {_DEEPEST} deep.")
     if not isinstance(value, list):
@@ -161,22 +162,22 @@ def _decode(value: Any, buffers: Sequence[Buffer], depth: int) -> Any:
         return value
 
     def inner(item: Any) -> Any:
-        return _decode(item, buffers, depth + 1)
+        return _decode(item, left, depth + 1)
 
     letter, *rest = value
     if letter in _CONTAINERS:
         return _CONTAINERS[letter](rest[0] if set(map(type, rest[0])) <= _PLAIN else map(inner, rest[0]))
-    return _MAKERS[letter](buffers, inner, *rest)
+    return _MAKERS[letter](left, inner, *rest)
 
 
-def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
+def _make_tensor(left: dict[int, Buffer], inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
     kind = dtype_from_name(dtype)
     numbers = 1
     for size in shape:
         if type(size) is not int or size < 0:
             raise ProtocolError(f"A tensor's shape is {shape}.")
         numbers *= size
-    data = buffers[index]
+    data = left.pop(index)
     nbytes = memoryview(data).nbytes
     if nbytes != numbers * kind.itemsize:
         raise ProtocolError(f"A tensor of shape {shape} and {dtype} has {nbytes} bytes.")
@@ -185,27 +186,27 @@ def _make_tensor(buffers: Sequence[Buffer], inner: Any, index: int, dtype: str, 
     return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
 
 
-def _apart(buffers: Sequence[Buffer], given: list[Any] | int) -> list[Any]:
+def _apart(left: dict[int, Buffer], given: list[Any] | int) -> list[Any]:
     """The values that :func:`_together` was given."""
     if type(given) is int:
         values = array("q")
-        values.frombytes(buffers[given])
+        values.frombytes(left.pop(given))
         return values.tolist()
     if not isinstance(given, list) or not set(map(type, given)) <= _PLAIN:
         raise ProtocolError("Plain values were expected.")
     return given
 
 
-def _make_pairs(buffers: Sequence[Buffer], inner: Any, given: list[Any] | int) -> tuple[tuple[Any, Any], ...]:
-    values = _apart(buffers, given)
+def _make_pairs(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> tuple[tuple[Any, Any], ...]:
+    values = _apart(left, given)
     return tuple(zip(values[::2], values[1::2], strict=True))
 
 
-def _make_mapping(buffers: Sequence[Buffer], inner: Any, given: list[Any] | int) -> dict[Any, Any]:
-    return dict(_make_pairs(buffers, inner, given))
+def _make_mapping(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> dict[Any, Any]:
+    return dict(_make_pairs(left, inner, given))
 
 
-def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
+def _make_object(left: dict[int, Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
     kind: Any = _class_of(name)
     if issubclass(kind, Enum):
         raise ProtocolError(f"{name} is an enumeration.")
@@ -221,7 +222,7 @@ def _make_object(buffers: Sequence[Buffer], inner: Any, name: str, contents: dic
     return made
 
 
-def _make_enum(buffers: Sequence[Buffer], inner: Any, name: str, value: Any) -> Any:
+def _make_enum(left: dict[int, Buffer], inner: Any, name: str, value: Any) -> Any:
     if not issubclass(_CLASSES[name], Enum):
         raise ProtocolError(f"{name} is not an enumeration.")
     return _CLASSES[name](value)
@@ -230,8 +231,8 @@ def _make_enum(buffers: Sequence[Buffer], inner: Any, name: str, value: Any) -> 
 _CONTAINERS: dict[str, type] = {"L": list, "U": tuple, "S": set, "F": frozenset}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "T": _make_tensor,
-    "B": lambda buffers, inner, index: bytes(buffers[index]),
-    "D": lambda buffers, inner, items: {inner(key): inner(item) for key, item in items},
+    "B": lambda left, inner, index: bytes(left.pop(index)),
+    "D": lambda left, inner, items: {inner(key): inner(item) for key, item in items},
     "P": _make_pairs,
     "M": _make_mapping,
     "E": _make_enum,

@@ -55,7 +55,7 @@ class _Sums:
         return bool(self._nodes)
 
     def add(self, member: Member, count: int) -> None:
-        """Add as many members like this one; fewer than none are removed."""
+        """Add ``count`` members like this one; if it is negative, remove members that were added before."""
         index = min(max(1, int(member.end_s * _CELLS) + _MIDDLE), _LAST)
         rate = member.rate
         size, rate, work = count * member.size, count * rate, count * round(rate * member.end_s)

@@ -126,9 +126,15 @@ def check_shapes(state: Mapping[str, Tensor]) -> None:
 
 def exchanged_tensors(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's parameters and buffers that are exchanged."""
-    persistent = set(module.state_dict())
+    kept = module.state_dict()
+    # Wrappers, such as that of activation checkpointing, give them other names there.
+    places = {(t.data_ptr(), t.shape) for t in kept.values() if type(t) is Tensor}
+
+    def is_kept(name: str, buffer: Tensor) -> bool:
+        return name in kept or (type(buffer) is Tensor and (buffer.data_ptr(), buffer.shape) in places)
+
     # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
-    buffers = {n: b for n, b in module.named_buffers() if n in persistent and is_finite(b)}
+    buffers = {n: b for n, b in module.named_buffers() if is_kept(n, b) and is_finite(b)}
     return {n: t for n, t in state.items() if t.requires_grad}, buffers
 
 

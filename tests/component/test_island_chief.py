@@ -65,3 +65,20 @@ def test_all_processes_adopt_the_files_of_the_chief_before_the_same_batch(shares
         assert each.restored == [1] * (expected < 10)
     assert first.attachment.chief == (expected < 10)
     assert len(talk.said) == len(shares) + 3 * (expected < 10)  # the call, its order, and the server's recovery
+
+
+def test_a_process_that_shares_another_call_than_the_first_one_says_so() -> None:
+    talk = Talk(2, nothing_was_said)
+    first, second = ActorGroup(talk, 0), ActorGroup(talk, 1)
+
+    def exchange() -> int:
+        return 1
+
+    def claim() -> int:
+        return 2
+
+    assert first.share(exchange) == 1
+    assert second.share(exchange) == 1
+    first.share(exchange)
+    with pytest.raises(RuntimeError, match=r"Process 1 of this island is at .*claim, and process 0 at .*exchange\."):
+        second.share(claim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +34,16 @@ from lightning_asgd.worker.synchronizer import Training, run
 from lightning_asgd.worker.worker_setup import Start
 from tests.component.test_every_order import PATIENCE_S, Back, Choose, End, Event, Plan, World
 from tests.helpers.actor_islands import ActorGroup, Talk
+
+
+def called(name: str, call: Callable[[], Any] = lambda: None) -> Callable[[], Any]:
+    """A call that all processes of an island share, of which only the first one makes it."""
+
+    def act() -> Any:
+        return call()
+
+    act.__qualname__ = name
+    return act
 
 
 class Way(End):
@@ -86,13 +96,13 @@ class Islands(World):
             return client.connection.worker, attachment.bootstraps
 
         try:
-            bootstraps = group.share(attach)[1]
+            bootstraps = group.share(called("attach", attach))[1]
             sender = PartSender(client.connection, this_process())
             island = self.set_up(rank, group, sender, client, bootstraps)
             if bootstraps:
-                group.share(lambda: attachment.publish("layout", {}, None))
+                group.share(called("publish", lambda: attachment.publish("layout", {}, None)))
             else:
-                group.share(lambda: None)
+                group.share(called("publish"))
         except ServerLostError:  # while it came
             self.end(rank)
             return None
@@ -105,19 +115,19 @@ class Islands(World):
         self.done.add(rank)
         while True:
             self.actors.wait_until(lambda: client.connection.must_attend)
-            group.share(client.connection.attend)
+            group.share(called("attend", client.connection.attend))
 
     def follow(self, rank: int, process: int) -> None:
         """What an island's other process does."""
         end, group = Way(self, rank + process * self.plan.workers), ActorGroup(self.talks[rank], process)
         try:
-            worker, bootstraps = group.share(tuple)
+            worker, bootstraps = group.share(called("attach"))
             sender = PartSender(Connection(end, "s", worker, 0), this_process())
             island = self.set_up(rank, group, sender, None, bootstraps)
-            group.share(lambda: None)
+            group.share(called("publish"))
             self.train(rank, process, group, island)
             while True:
-                group.share(lambda: None)
+                group.share(called("attend"))
         except ServerLostError:  # while it came
             return
 

@@ -240,6 +240,9 @@ class OneProcess:
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
 
+    def differing(self, tensors: Any) -> dict[str, list[int]]:
+        return {}
+
     def all(self, decision: bool) -> bool:
         return decision and self.others_have_theirs
 

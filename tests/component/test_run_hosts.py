@@ -180,6 +180,22 @@ def test_a_host_whose_machine_vanishes_is_replaced_once_its_lease_is_over() -> N
     assert world.twice_s() == 0
 
 
+def test_a_host_that_has_not_seen_the_present_one_for_a_minute_cannot_take_over_until_it_sees_it_again() -> None:
+    world = World(2, 3)
+    standby = world.hosts[1].core
+    assert standby.may_take_over
+    world.cuts = {frozenset(("h0:1", "h1:1"))}
+    world.run(30.0)
+    assert standby.may_take_over
+    world.run(32.0)
+    assert not standby.may_take_over
+    assert round(standby.silent_s) == 62
+    world.cuts.clear()
+    world.run(3.0)
+    assert standby.may_take_over
+    assert world.serving == ["h0:1"]
+
+
 def test_the_side_of_a_split_with_most_workers_serves_and_the_other_does_not() -> None:
     for with_first, survivor in ((1, "h1:1"), (3, "h0:1")):
         world = World(2, 4)

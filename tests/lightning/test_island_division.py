@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter import world
 from lightning_asgd.adapter.island_division import size_of_islands
 from lightning_asgd.algorithms import LayerWise
 from lightning_asgd.errors import ConfigurationError
@@ -219,3 +221,17 @@ def test_a_trainer_s_devices_are_a_multiple_of_an_island_s(tmp_path: Path) -> No
         trainer(tmp_path, ASGDStrategy(island=2), devices=3)
     with pytest.raises(ConfigurationError, match=r"island=2 was given with server=.* devices=4"):
         trainer(tmp_path, ASGDStrategy(island=2, server="127.0.0.1:1", run_id="r"), devices=4)
+
+
+def test_a_later_strategy_does_not_take_an_island_s_process_group_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        world.release_process_group(4)  # a program's own group, of which nothing is known
+        monkeypatch.setattr(world, "_has_island_group", True)
+        world.release_process_group(1)
+        with pytest.raises(ConfigurationError, match="a process group of 1, of a Trainer that divided its devices"):
+            world.release_process_group(4)
+    finally:
+        dist.destroy_process_group()

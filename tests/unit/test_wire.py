@@ -229,6 +229,7 @@ def test_an_object_crosses_closed_or_not_at_all() -> None:
         b'["E","Join",1]',
         b'["E","Role","no such role"]',
         b'["D",[[1]]]',
+        b'["L",[["B",0],["B",0]]]',  # each buffer is used once
         b"[" * 5000,
         b'["L",[' * 50 + b"]]" * 50,
     ],

@@ -1,0 +1,140 @@
+"""Programs whose processes of one island differ: what one of them decides alone, and what it has for itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch import nn
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.algorithms import Downpour
+from lightning_asgd.errors import ConfigurationError
+from tests.lightning import test_islands
+from tests.lightning.models import trainer
+from tests.lightning.test_islands import BATCH, EPOCHS, SAMPLES, Net, run  # noqa: F401
+
+
+class StopsLater(Net):
+    """The second process alone stops, after the first epoch's validation."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
+
+
+class Experts(Net):
+    """Each process has a parameter of its own."""
+
+    def __init__(self, *, sharded: bool) -> None:
+        super().__init__(sharded=sharded)
+        self.expert = nn.Parameter(torch.full((3,), float(os.environ["RANK"])))
+        self._ddp_params_and_buffers_to_ignore = ["expert"]
+
+
+class SkipsSteps(Net):
+    """The second process alone leaves an optimizer step out."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (self.global_rank, batch_idx) != (1, 4):
+            optimizer.step()
+
+
+class Peeks(Net):
+    """Runs a forward between backward and the step, as a program does that logs something."""
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            self.sharded = False
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # all stay whole after such a forward
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.net(torch.zeros(1, 8))
+
+
+KINDS = {kind.__name__: kind for kind in (StopsLater, Experts, SkipsSteps, Peeks)}
+
+
+def train(*about: Any, **more: Any) -> None:
+    test_islands.Net = KINDS[more.pop("kind")]  # type: ignore[misc]
+    test_islands.train(*about, **more)
+
+
+@pytest.fixture
+def start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    """Starts an island with a kind of module."""
+    address, started = run
+    monkeypatch.setattr(test_islands, "train", train)
+
+    def begin(name: str, kind: str, inside: str, **more: Any) -> Any:
+        started.start(name, inside, address, kind=kind, **more)
+        return started
+
+    return begin
+
+
+def ends_with(started: Any, name: str, rank: int) -> str:
+    """The output of a process that has failed."""
+    process = started.processes[name][rank]
+    process.join(40)
+    assert process.exitcode not in (None, 0)
+    return (Path(started.folder) / f"{name}{rank}.log").read_text()
+
+
+def test_all_processes_stop_if_one_of_them_wants_to(start: Any) -> None:
+    for each in start("a", "StopsLater", "DDP", epochs=5).results("a"):
+        assert each["step"] == SAMPLES // BATCH // 2
+
+
+def test_parameters_that_only_one_process_has_are_refused_by_name(start: Any) -> None:
+    started = start("a", "Experts", "DDP")
+    for rank in (0, 1):
+        assert "Parameter 'expert' is not sharded, and processes 0 and 1" in ends_with(started, "a", rank)
+
+
+def test_a_process_that_skips_a_step_ends_the_island_with_an_error_that_says_so(start: Any) -> None:
+    started = start("a", "SkipsSteps", "DDP")
+    for rank, steps in enumerate((5, 4)):
+        text = (
+            f"Process {rank} of this island has taken {steps} optimizer steps in this fit, and others between 4 and 5."
+        )
+        assert text in ends_with(started, "a", rank)
+
+
+def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(start: Any) -> None:
+    before = Net(sharded=False).state_dict()
+    for each in start("a", "Peeks", "FSDP2", options={"algorithm": Downpour()}).results("a"):
+        for name, tensor in before.items():
+            assert not torch.equal(each["state"][name], tensor)
+
+
+def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -> None:  # noqa: F811
+    address, started = run
+    for name in "ab":
+        started.start(name, "DDP", address, epochs=EPOCHS, counts=True)
+    started.await_epoch("a", 1)
+    os.kill(started.processes["a"][1].pid, signal.SIGTERM)
+    for process in started.processes["a"]:
+        process.join(20)
+        assert process.exitcode == 0
+    for each in started.results("b"):
+        assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+
+
+def test_a_strategy_that_averages_weights_inside_is_refused_by_name(tmp_path: Path) -> None:
+    inside = DDPStrategy(model_averaging_period=4)
+    with pytest.raises(ConfigurationError, match=r"model_averaging_period=4\) was given"):
+        trainer(tmp_path, ASGDStrategy(island=inside, server="127.0.0.1:1", run_id="r"))
