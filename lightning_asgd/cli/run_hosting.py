@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_asgd.environment import parted
 from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, is_address, vote_of
+from lightning_asgd.processes.lent_servers import ServerBorrower, ServerLender
 from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.protocol import Status, StatusRequest
@@ -32,8 +33,13 @@ _ANSWER_S = 5.0
 class _OtherHost:
     """Asks another host again and again, in a thread: a host that has vanished takes a second each time."""
 
-    def __init__(self, address: str, note: Callable[[str, HostEntry | None, float, bool], None]) -> None:
-        self._address, self._note = address, note
+    def __init__(
+        self,
+        address: str,
+        note: Callable[[str, HostEntry | None, float, bool], None],
+        look: Callable[[str, Rendezvous, float], None],
+    ) -> None:
+        self._address, self._note, self._look = address, note, look
         self._unsent: dict[str, Any] = {}
         self._closed = threading.Event()
         self._there: Rendezvous | None = None
@@ -55,6 +61,7 @@ class _OtherHost:
                     self._there = Rendezvous.connect(*host, _CALL_S, elsewhere=True)
                 for key in list(self._unsent):
                     self._there.put(key, self._unsent.pop(key))
+                self._look(self._address, self._there, asked_at)
                 entry = HostEntry.of(self._there.peek(HOST_KEY, dict))
                 self._note(self._address, entry, asked_at, False)
             except RuntimeError:
@@ -123,9 +130,17 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         rendezvous: its own.
         overseer: of its servers, which it has started.
         interface: of the network, for connections to its servers.
+        borrower: of servers that other hosts lend; None if this host has all of them.
     """
 
-    def __init__(self, entry: HostEntry, rendezvous: Rendezvous, overseer: Supervisor, interface: str) -> None:
+    def __init__(
+        self,
+        entry: HostEntry,
+        rendezvous: Rendezvous,
+        overseer: Supervisor,
+        interface: str,
+        borrower: ServerBorrower | None = None,
+    ) -> None:
         self._host, self._lock = RunHost(entry, time.monotonic()), threading.Lock()
         self._rendezvous, self._overseer = rendezvous, overseer
         self._others: dict[str, _OtherHost] = {}
@@ -133,10 +148,14 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._published: HostEntry | None = None
         self._voted: Any = None
         self._could_take_over = False
-        self.keys = overseer.keys(entry.servers)
-        """Of this host's servers, in its rendezvous."""
+        self._lender = ServerLender(rendezvous, overseer.settings, entry.address)
+        self._borrower = borrower
+        self.keys = [*overseer.keys(entry.servers), *(borrower.keys if borrower else ())]
+        """Of this host's servers, and of those that others lend, in its rendezvous."""
+        self.announced = False
+        """Whether workers can find the run here."""
         self._publish()
-        if entry.serves:
+        if entry.serves and borrower is None:
             self._announce()
 
     def _add(self, address: str | None) -> None:
@@ -176,6 +195,10 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._do(action)
         self._publish()
         self._report_readiness()
+        if self.entry.serves:
+            self._borrow(now)
+        else:
+            self._lender.step(now, self.entry, self._host.present_reached_at)
 
     def leave(self) -> None:
         """Let another host take over, if it is there and workers can elect it: kill the servers.
@@ -186,15 +209,20 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         if successor:
             log.warning("Host %s can take over: the servers of this one are killed.", successor)
             self._overseer.kill_servers()
+            if self._borrower is not None:
+                self._borrower.kill()
 
     def __exit__(self, *_: object) -> None:
+        self._lender.close()
+        if self._borrower is not None:
+            self._borrower.close()
         for other in self._others.values():
             other.close()
         self._heard.close()
 
     def _ask_others(self) -> None:
         for address in set(self._host.others) - self._others.keys():
-            self._others[address] = _OtherHost(address, self._note)
+            self._others[address] = _OtherHost(address, self._note, self._look)
         for address in self._others.keys() - set(self._host.others):
             self._others.pop(address).close()
         entry = self.entry
@@ -205,6 +233,28 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
     def _note(self, address: str, entry: HostEntry | None, asked_at: float, ended: bool) -> None:
         with self._lock:
             self._host.see(address, entry, asked_at, ended=ended)
+
+    def _look(self, address: str, there: Rendezvous, now: float) -> None:
+        """Tell another host, or read there, what concerns lent servers; in the thread that asks it."""
+        if not self.entry.serves:
+            if address == self.entry.present:
+                self._lender.renew(there, now)
+        elif self._borrower is not None:
+            self._borrower.read(address, there, now)
+
+    def _borrow(self, now: float) -> None:
+        """Have other hosts lend servers; let workers in once all have started."""
+        borrower, entry = self._borrower, self.entry
+        if borrower is None:
+            return
+        if self.announced:
+            borrower.step(now)
+            return
+        for address, (key, order) in borrower.orders(self._host.ready, entry.term, entry.address, now).items():
+            self._others[address].send(key, order)
+        if borrower.complete:
+            log.warning("All servers of run %r have started.", entry.run)
+            self._announce()
 
     def _look_for_votes(self, now: float) -> None:
         """Read the workers' votes, if there are others than at the last time."""
@@ -226,10 +276,15 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             log.warning(
                 "The workers have lost the host of run %r. This host takes over (term %d).", entry.run, entry.term
             )
+            self._lender.close()
             self._announce()
         elif action is Action.STOP:
-            self._overseer.hot_standby = False
+            self._overseer.hot_standby = self.announced = False
             self._overseer.kill_servers()
+            borrower, self._borrower = self._borrower, None
+            if borrower is not None:
+                borrower.kill()
+                borrower.close()
             log.warning(
                 "Another host may have taken over run %r: this host has killed its servers, and stands by. If no other "
                 "host serves the run, check the network between the hosts and the workers.",
@@ -257,7 +312,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             )
 
     def _announce(self) -> None:
-        self._overseer.hot_standby = True
+        self._overseer.hot_standby = self.announced = True
         self._rendezvous.announce_run(self.entry.run, self.entry.transport, self.keys)
 
     def _publish(self) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lightning_asgd.processes.host_entry import HostEntry
+    from lightning_asgd.processes.lent_servers import ServerBorrower
     from lightning_asgd.processes.supervisor import Supervisor
     from lightning_asgd.server.server_process import ServerSettings
     from lightning_asgd.transports.rendezvous import Rendezvous
@@ -33,6 +34,7 @@ def serve(
     snapshots: Path | None = None,
     snapshot_every_s: float = 60.0,
     join: str | None = None,
+    machines: int = 1,
 ) -> None:
     """Start the servers of an elastic run.
 
@@ -55,24 +57,25 @@ def serve(
             snapshot are lost.
         join: address of a host of the same run, as "host:port". This machine stands by, and takes the run over when the
             host that serves is lost. Give workers the addresses of all hosts.
+        machines: number of machines among which the servers are divided, with this one. The others join with --join,
+            and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
     """
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
+    from lightning_asgd.processes.lent_servers import ServerBorrower, servers_of_machine
 
     _check(port, run_id, host, num_servers, snapshot_every_s)
+    _check_machines(machines, num_servers, join, snapshots)
     where = None if join is None else _place(join)
     stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
     try:
         entry = _entry(run_id, name, num_servers, rendezvous.address, where)
         version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
-        overseer = supervisor.ensure(
-            entry.servers,
-            rendezvous,
-            _settings(entry, interface, snapshots, snapshot_every_s),
-            succeed=join is not None,
-        )
-        _host(
-            entry, rendezvous, overseer, interface, lambda: _explain(entry, join, line, (snapshots, version)), stopped
-        )
+        settings = _settings(entry, interface, snapshots, snapshot_every_s)
+        mine = len(servers_of_machine(entry.servers, machines, 0))
+        overseer = supervisor.ensure(mine, rendezvous, settings, succeed=join is not None)
+        borrower = ServerBorrower(rendezvous, settings, entry.servers, machines) if machines > 1 else None
+        hosting = entry, rendezvous, overseer, interface, borrower
+        _host(*hosting, lambda: _explain(entry, join, line, (snapshots, version), machines), stopped)
     finally:
         supervisor.close_current()
         rendezvous.close()
@@ -83,6 +86,7 @@ def _host(
     rendezvous: Rendezvous,
     overseer: Supervisor,
     interface: str,
+    borrower: ServerBorrower | None,
     explain: Callable[[], None],
     stopped: list[int],
 ) -> None:
@@ -94,7 +98,7 @@ def _host(
     with ServersHealth(entry.run, rendezvous, entry.transport, interface) as health:
         for index, key in enumerate(overseer.keys(entry.servers)):
             rendezvous.server(index, key, _START_S)
-        with RunHosting(entry, rendezvous, overseer, interface) as hosting:
+        with RunHosting(entry, rendezvous, overseer, interface, borrower) as hosting:
             health.keys = hosting.keys
             until = time.monotonic() + _START_S
             while not stopped:
@@ -174,6 +178,26 @@ def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s
         raise ConfigurationError(f"host={host!r}. Expected the address at which workers reach this machine.")
 
 
+def _check_machines(machines: int, num_servers: int, join: str | None, snapshots: Path | None) -> None:
+    from lightning_asgd.errors import ConfigurationError
+    from lightning_asgd.validation import whole
+
+    whole("machines", machines)
+    if machines > 1 and join is not None:
+        raise ConfigurationError(
+            f"machines={machines} was given with join={join!r}. Expected --machines at the first host only."
+        )
+    if machines > num_servers:
+        raise ConfigurationError(
+            f"machines={machines} was given with num_servers={num_servers}. Expected at least one server per machine."
+        )
+    if machines > 1 and snapshots is not None:
+        raise ConfigurationError(
+            f"machines={machines} was given with snapshots={str(snapshots)!r}. Expected no snapshots: each machine "
+            "would write those of its own servers. If servers are lost, workers restore them."
+        )
+
+
 def _version_in(snapshots: Path, run_id: str, num_servers: int) -> int | None:
     """The version of a folder's snapshots; None if there are none.
 
@@ -222,7 +246,9 @@ def _signals() -> list[int]:
     return stopped
 
 
-def _explain(entry: HostEntry, join: str | None, line: str, found: tuple[Path | None, int | None]) -> None:
+def _explain(
+    entry: HostEntry, join: str | None, line: str, found: tuple[Path | None, int | None], machines: int
+) -> None:
     """Print how workers find the run, the snapshots that it continues from, and the line about its transport."""
     number = "1 server" if entry.servers == 1 else f"{entry.servers} servers"
     snapshots, version = found
@@ -235,5 +261,11 @@ def _explain(entry: HostEntry, join: str | None, line: str, found: tuple[Path | 
     )
     if version is not None and join is None:
         sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
+    if machines > 1:
+        others = "one more machine has" if machines == 2 else f"{machines - 1} more machines have"
+        sys.stdout.write(
+            f"Workers can attach once {others} joined with\n"
+            f"  lightning-asgd serve --host ... --port ... --run-id {entry.run} --join {entry.address}\n"
+        )
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -132,6 +132,20 @@ class RunHost:
         return self.entry.address in self.entry.hosts and self.silent_s <= _FORGET_S
 
     @property
+    def ready(self) -> list[str]:
+        """The addresses of the other hosts that could take over, as they say themselves."""
+        sights = ((a, self._sights[a]) for a in self.entry.hosts if a in self._sights)
+        return [a for a, sight in sights if not sight.ended and sight.entry is not None and sight.entry.ready]
+
+    @property
+    def present_reached_at(self) -> float:
+        """As a standby host: when the present host was asked last; -inf unless it has answered that it serves."""
+        sight = self._sights.get(self.entry.present)
+        if sight is None or sight.entry is None or sight.ended:
+            return -math.inf
+        return sight.asked_at if sight.entry.serves and sight.entry.term == self.entry.term else -math.inf
+
+    @property
     def successor(self) -> str:
         """The address of another host that the workers can elect; empty if there is none, or no worker."""
         alive = (a for a in self.entry.hosts if a in self._sights and not self._sights[a].ended)

@@ -1,0 +1,212 @@
+"""Servers of one elastic run on several machines: hosts that stand by lend some of theirs to the host that serves.
+
+The present host *borrows*: it orders other hosts to start servers, and publishes their addresses beside those of its
+own. A lender has a lease: its lent servers live for ``LEASE_S`` after it last reached the present host, and not longer
+than this one serves. So when the present host has not heard a lender for longer than that, the lent servers are gone,
+and it starts others in their place, which are restored from the workers' copies. A host that takes over uses servers of
+its own only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_asgd.processes.host_entry import HostEntry
+from lightning_asgd.processes.run_host import LEASE_S
+from lightning_asgd.processes.supervisor import Supervisor
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
+
+__all__ = ["ServerBorrower", "ServerLender", "servers_of_machine"]
+
+log = logging.getLogger(__name__)
+
+_ORDER_KEY = "servers to lend"  # at the lender
+_LENT_KEY = "lent servers"  # there, too
+_MARGIN_S = 1.0  # for ending servers, and for clocks of different speeds
+_START_S = 60.0  # for a lender's servers to start, before another host is asked
+
+
+def _renewal_of(lender: str) -> str:
+    """The key, at the present host, that a lender changes all the time."""
+    return f"lender/{lender}"
+
+
+def servers_of_machine(servers: int, machines: int, machine: int) -> range:
+    """The servers that one of several machines has."""
+    return range(servers * machine // machines, servers * (machine + 1) // machines)
+
+
+class ServerLender:
+    """The servers that this host lends, if it is ordered to.
+
+    Args:
+        rendezvous: of this host.
+        settings: of servers.
+        address: of this host.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, address: str) -> None:
+        self._rendezvous, self._settings, self._address = rendezvous, settings, address
+        self._servers: Supervisor | None = None
+        self._order: dict[str, Any] = {}  # the one that it has obeyed
+
+    def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
+        """Start and end the lent servers.
+
+        Args:
+            now: seconds.
+            entry: of this host.
+            reached_at: when the host that it names as present was asked last, and has answered that it serves.
+        """
+        order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
+        due = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
+        if self._servers is not None and not (due and now <= reached_at + LEASE_S):
+            log.warning("The servers that this host lent to %s are ended: it is lost, or unreachable.", order.get("by"))
+            self.close()
+        elif self._servers is None and due and order != self._order and now <= reached_at + LEASE_S:
+            self._lend(order)
+        if self._servers is not None:
+            self._servers.check_servers()
+
+    def _lend(self, order: dict[str, Any]) -> None:
+        match order:
+            case {"first": int(first), "number": int(number)} if first > 0 and 0 < number <= 4096:
+                self._order = order
+                self._servers = Supervisor(self._rendezvous, self._settings, first=first)
+                self._servers.start()
+                self._servers.add_servers(number)
+                lent = {"order": order, "keys": self._servers.keys(number)}
+                self._rendezvous.put(_LENT_KEY, lent)
+                log.warning("Servers %d to %d run here for %s.", first, first + number - 1, order["by"])
+
+    def renew(self, there: Rendezvous, now: float) -> None:
+        """Have the present host know that the servers live; before it is asked whether it still serves."""
+        if self._servers is not None:
+            there.put(_renewal_of(self._address), now)
+
+    def close(self) -> None:
+        """End the servers at once."""
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            servers.kill_servers()
+            servers.close()
+
+
+@dataclass
+class _Block:
+    """Servers that another host is to lend."""
+
+    servers: range
+    keys: list[str]  # of their addresses, at the present host
+    lender: str = ""
+    asked_at: float = -math.inf
+    renewal: Any = None  # what the lender wrote last
+    renewed_at: float = math.inf
+    addresses: dict[int, dict[str, Any]] = field(default_factory=dict)  # entries of the servers that have started
+    replaced: Supervisor | None = None  # servers of this host in the place of lost ones
+
+
+class ServerBorrower:
+    """The servers that other hosts lend to this one.
+
+    Args:
+        rendezvous: of this host.
+        settings: of servers.
+        servers: of the run.
+        machines: among which they are divided, with this one.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, servers: int, machines: int) -> None:
+        self._rendezvous, self._settings = rendezvous, settings
+        self._lock = threading.Lock()  # of the blocks: each lender is read in a thread
+        self._blocks: list[_Block] = []
+        for machine in range(1, machines):
+            numbers = servers_of_machine(servers, machines, machine)
+            self._blocks.append(_Block(numbers, [f"server/lent/{number}" for number in numbers]))
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the borrowed servers' addresses, in the rendezvous."""
+        return [key for block in self._blocks for key in block.keys]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of them have started."""
+        return all(len(block.addresses) == len(block.servers) for block in self._blocks)
+
+    def orders(self, hosts: Sequence[str], term: int, by: str, now: float) -> dict[str, tuple[str, dict[str, Any]]]:
+        """What to publish at which host, as a key and a value, so that it lends servers; ``hosts`` could."""
+        found = {}
+        with self._lock:
+            for block in self._blocks:
+                if order := self._order(block, hosts, now):
+                    found[block.lender] = _ORDER_KEY, {"by": by, "term": term, **order}
+        return found
+
+    def _order(self, block: _Block, hosts: Sequence[str], now: float) -> dict[str, Any]:
+        waits = block.lender and (block.lender in hosts or block.addresses) and now <= block.asked_at + _START_S
+        if len(block.addresses) == len(block.servers) or waits:
+            return {}
+        taken = {each.lender for each in self._blocks}
+        block.lender = next((host for host in hosts if host not in taken), "")
+        block.asked_at, block.addresses, block.renewed_at = now, {}, math.inf
+        return {"first": block.servers[0], "number": len(block.servers), "at": now} if block.lender else {}
+
+    def read(self, lender: str, there: Rendezvous, now: float) -> None:
+        """Read at a lender where its servers are, and publish it here. Called in any thread."""
+        block = next((each for each in self._blocks if each.lender == lender and each.replaced is None), None)
+        match there.peek(_LENT_KEY, dict) if block is not None else None:
+            case {"order": {"first": first, "at": asked_at}, "keys": [*keys]} if block is not None:
+                entries = [there.peek_server(str(key)) for key in keys]
+                with self._lock:
+                    if (first, asked_at, len(keys)) == (block.servers[0], block.asked_at, len(block.keys)):
+                        self._publish(block, entries, now)
+
+    def _publish(self, block: _Block, entries: list[dict[str, Any]], now: float) -> None:
+        if block.renewed_at == math.inf:
+            block.renewed_at = now
+        for index, entry in enumerate(entries):
+            if entry.get("address") and entry != block.addresses.get(index):
+                block.addresses[index] = entry
+                self._rendezvous.put(block.keys[index], entry)
+
+    def step(self, now: float) -> None:
+        """Replace the servers of lenders that are lost. Called once all have started."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.check_servers()
+                continue
+            renewal = self._rendezvous.peek(_renewal_of(block.lender))
+            if renewal != block.renewal:
+                block.renewal, block.renewed_at = renewal, now
+            elif now > block.renewed_at + LEASE_S + _MARGIN_S:
+                self._replace(block)
+
+    def _replace(self, block: _Block) -> None:
+        first, last = block.servers[0], block.servers[-1]
+        log.warning(
+            "Host %s, which lends servers %d to %d, is lost. Others are started here.", block.lender, first, last
+        )
+        block.replaced = Supervisor(self._rendezvous, self._settings, first=first)
+        block.replaced.start()
+        block.replaced.add_servers(len(block.servers), succeed=True)
+        for key, successor in zip(block.keys, block.replaced.keys(len(block.servers)), strict=True):
+            self._rendezvous.put(successor_of(key), successor)
+
+    def kill(self) -> None:
+        """End the servers that run here in the place of lost ones: another host may have taken over."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.kill_servers()
+
+    def close(self) -> None:
+        """End them, as this host ends."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.close()
