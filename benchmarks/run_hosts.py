@@ -11,6 +11,8 @@ its process is killed at once. When all workers train again, the lost machine st
 Training a sample adds 1 to that sample's parameter, and pushes are added in full. At the end every sample must have
 been applied exactly once per epoch, and the versions must count every update that was acknowledged to a worker. A
 worker that joins at the end must find the run, though the first host that it is given does not live.
+
+Then three machines share the servers (`serve --machines`). One that lends a server is cut off, the other one is killed.
 """
 
 from __future__ import annotations
@@ -49,19 +51,20 @@ LOSSES = ("cut off, and killed after 2 s", "cut off, and killed after 5 s", "kil
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-def serve(network: Network, machine: int, folder: Path, transport: str, join: str) -> None:
+def serve(network: Network, machine: int, folder: Path, transport: str, join: str, options: list[str]) -> None:
     """Run `lightning-asgd serve` on a machine. With ``join`` it stands by."""
     network.enter(machine)
     quiet(folder / f"serve-{machine}.log")
     where = [f"--host={network.addresses[machine]}", f"--port={PORT}", "--run-id=storm", f"--transport={transport}"]
-    sys.exit(command(["serve", *where, f"--join={join}" if join else f"--num-servers={SERVERS}"]))
+    sys.exit(command(["serve", *where, *([f"--join={join}"] if join else options)]))
 
 
 class Run:
     """Hosts and workers, and what is done to them."""
 
-    def __init__(self, network: Network, folder: Path, transport: str) -> None:
+    def __init__(self, network: Network, folder: Path, transport: str, *options: str) -> None:
         self.network, self.folder, self.transport = network, folder, transport
+        self.options = list(options)  # of the first host
         self._fork = multiprocessing.get_context("fork").Process
         self.places = [f"{address}:{PORT}" for address in network.addresses[:HOSTS]]
         self.hosts: dict[int, Any] = {}
@@ -74,7 +77,7 @@ class Run:
 
     def host(self, machine: int, join: str) -> None:
         """Have a machine host the run, or stand by."""
-        about = self.network, machine, self.folder, self.transport, join
+        about = self.network, machine, self.folder, self.transport, join, self.options
         self.hosts[machine] = self._fork(target=serve, args=about)
         self.hosts[machine].start()
         self.wait(lambda: self.entry(machine), 60, f"host on machine {machine} that serves or is ready")
@@ -130,16 +133,20 @@ class Run:
                 raise RuntimeError(f"No {what}: {why}.\n{logs}")
             time.sleep(0.05)
 
-    def lose(self, how: str) -> tuple[int, float]:
-        """Lose the present host. Its machine, and seconds until every worker has completed two more exchanges."""
-        machine = self.present()
+    def lose(self, how: str, machine: int | None = None) -> tuple[int, float]:
+        """Lose the present host, or another one.
+
+        Returns its machine, and seconds until every worker has completed two more exchanges.
+        """
+        lends = machine is not None
+        machine = self.present() if machine is None else machine
         process = self.hosts.pop(machine)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         begun, before = time.monotonic(), {name: self.told(name)["pushes"] for name in self.workers}
         if "cut" in how:
             cut(self.network, machine)
             time.sleep(5.0 if "5 s" in how else 2.0)
-            if "5 s" in how and [each.pid for each in family[1:] if serves(each)]:
+            if "5 s" in how and not lends and [each.pid for each in family[1:] if serves(each)]:
                 raise RuntimeError(f"Machine {machine} is cut off, and its servers live.")
         for each in psutil.Process(process.pid).children(recursive=True) if "cut" in how else ():
             with contextlib.suppress(psutil.Error):
@@ -175,11 +182,28 @@ def serves(process: psutil.Process) -> bool:
     return False
 
 
+def run_lent(transport: str) -> bool:
+    """Lose the hosts that lend servers, one after the other. Whether nothing is lost."""
+    took: dict[str, list[float]] = {}
+    with machines(HOSTS + WORKERS) as network, tempfile.TemporaryDirectory() as folder:
+        job = Run(network, Path(folder), transport, f"--num-servers={HOSTS}", f"--machines={HOSTS}")
+        try:
+            for machine, how in enumerate(LOSSES[1:], 1):
+                time.sleep(CALM_S)
+                _, seconds = job.lose(how, machine)
+                took.setdefault(f"lender {how}", []).append(seconds)
+                CONSOLE.print(f"  lender {machine} {how}: all train again after {seconds:.1f} s", style="dim")
+            done = job.end()
+        finally:
+            job.close()
+    return judge(transport, len(LOSSES) - 1, took, done)
+
+
 def run(transport: str, losses: int, chance: random.Random) -> bool:
     """Whether nothing is lost."""
     took: dict[str, list[float]] = {}
     with machines(HOSTS + WORKERS) as network, tempfile.TemporaryDirectory() as folder:
-        job = Run(network, Path(folder), transport)
+        job = Run(network, Path(folder), transport, f"--num-servers={SERVERS}")
         try:
             for number in range(losses):
                 time.sleep(CALM_S * chance.uniform(0.5, 1.5))
@@ -196,6 +220,11 @@ def run(transport: str, losses: int, chance: random.Random) -> bool:
             done = job.end()
         finally:
             job.close()
+    return judge(transport, losses, took, done)
+
+
+def judge(transport: str, losses: int, took: dict[str, list[float]], done: dict[str, Any]) -> bool:
+    """Print what was found. Whether nothing is lost."""
     epochs, versions = done["epochs"], done["versions"]
     wrong = sum(abs(epochs - times) * samples for times, samples in done["seen"])
     times = "; ".join(f"{how}: {statistics.median(s):.1f} s ({min(s):.1f}-{max(s):.1f})" for how, s in took.items())
@@ -221,7 +250,8 @@ def main() -> int:
     chance, good = random.Random(args.seed), True
     with told_of_errors(CONSOLE):
         for transport in [args.transport] if args.transport else ["rpc", "zmq"]:
-            good &= run(transport, args.losses, chance)
+            good &= run(transport, args.losses, chance) if args.losses else True
+            good &= run_lent(transport)
     return 0 if good else 1
 
 

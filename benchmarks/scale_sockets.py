@@ -9,7 +9,7 @@ training: see :mod:`scale_clients`. With ZeroMQ a process has several clients; w
 many processes as fit into the memory. They are forked after the imports. They send one kind of message after the other,
 as fast as the servers answer. Meanwhile the kernel counts the CPU time of each server's process: what a message costs
 with its way through the sockets, decryption, decoding, and the reply. What an idle server takes for its clock and for
-ZeroMQ's own heartbeats is measured first, and subtracted; a figure of which that is more than half is not valid.
+ZeroMQ's own heartbeats is measured first, and subtracted; a figure is not valid if that is more than half of it.
 
 A claim is a lease request, here for one step of 2 s. An exchange pushes and fetches a thousand weights per server by
 value. A beat is a heartbeat. Beats and exchanges go to both servers. Clients leave and join while all others are

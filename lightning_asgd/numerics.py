@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = ["MAX_UPDATE", "checksum", "is_finite", "is_small_enough", "is_within_bounds", "largest", "zero_nonfinite"]
 
+_CHUNK = 1 << 20
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
 
@@ -36,13 +37,16 @@ def largest(tensor: Tensor) -> float:
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that is the same for the same bits, and almost certainly another one for others."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """A number that is the same for the same values, and almost certainly another one for others or another order."""
+    flat = tensor.detach().reshape(-1)
+    flat = (flat if flat.is_contiguous() and flat.data_ptr() % 4 == 0 else flat.clone()).view(torch.uint8)
     size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
     numbers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
-    halves = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
-    first, second = (int(half.sum(dtype=torch.int64)) for half in halves)
-    return first * 0x9E3779B1 + second
+    weights, total = torch.arange(1, _CHUNK + 1, device=flat.device), 0
+    for begin in range(0, len(numbers), _CHUNK):
+        chunk = numbers[begin : begin + _CHUNK]
+        total = total * 1_000_003 + int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())
+    return total % (1 << 61)
 
 
 def is_small_enough(update: Tensor, weights: Tensor) -> bool:

@@ -228,6 +228,9 @@ class FitSession(Participation):
         together = met.place or mine
         return replace(together, batches=self.data.count(together.step, together.batches))
 
+    def end_batch(self) -> None:
+        """Nothing: workers decide together at sync points only."""
+
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
         self.data.begin_epoch()

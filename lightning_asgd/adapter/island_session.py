@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.adapter.fit_session import FitSession
+from lightning_asgd.adapter.joint_decisions import SharedSigterm
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
@@ -27,6 +28,8 @@ class IslandSession(FitSession):
 
     _membership: IslandFleet
     _kind_of_leases = SharedLeases
+    sigterm: SharedSigterm
+    """Whether this process has got SIGTERM; set by the strategy."""
 
     def __init__(
         self,
@@ -53,6 +56,13 @@ class IslandSession(FitSession):
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
         meet, mine = super()._meet, replace(mine, should_stop=self._group.any(mine.should_stop))
         return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
+
+    def end_batch(self) -> None:
+        """Adopt a stop or SIGTERM of any process. Raises a ``RuntimeError`` unless all have taken as many steps."""
+        steps = self.synchronizer.stats.steps
+        self._trainer.should_stop, ends = self._group.end_batch(self._trainer.should_stop, self.sigterm.came, steps)
+        if ends:
+            self.sigterm.obey()
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any process of the island is to stop."""

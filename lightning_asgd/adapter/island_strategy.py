@@ -195,6 +195,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     def _enter(self, trainer: Any, group: IslandGroup, membership: IslandFleet) -> None:
         about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
         session = IslandSession(group, self.place_in_batch, *about)
+        session.sigterm = self._sigterm
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         session.begin()
         membership.begin_together()
@@ -238,9 +239,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
-        if self.fit_session is not None and self._group is not None:
-            if self._group.begin_batch(self._sigterm.came, self.fit_session.synchronizer.stats.steps):
-                self._sigterm.obey()
+        if self.fit_session is not None:
             self.fit_session.before_batch(batch)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

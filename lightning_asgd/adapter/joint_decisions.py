@@ -36,6 +36,9 @@ class Peers(Protocol):
     def halted(self) -> bool:
         """Whether another worker has ended the epoch for all, before all of its data were trained."""
 
+    def end_batch(self) -> None:
+        """A batch has ended: adopt what is decided together after every batch."""
+
     def synchronize_within_epoch(self, mine: Place, *, stops: bool) -> Place:
         """Wait for the others, adopt their ``should_stop`` and count of steps, and return the joint place."""
 
@@ -89,6 +92,7 @@ class JointDecisions:
         if self._peers.in_search:
             end(fetcher)
             return
+        self._peers.end_batch()
         ends = self._stops or private_names.is_trained(trainer) or self._peers.halted
         validates = not private_names.skips_validation(trainer) and validates_now(trainer)(fetcher)
         joint = ends or validates
@@ -185,7 +189,7 @@ class SharedSigterm:
         self.came = True
 
     def obey(self) -> None:
-        """End the fit after the next batch: a process has got the signal."""
+        """End the fit after this batch: a process has got the signal."""
         private_names.sigterm_came.set(self._trainer, True)
 
     def undo(self) -> None:

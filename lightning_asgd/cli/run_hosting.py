@@ -59,12 +59,16 @@ class _OtherHost:
             try:
                 if self._there is None:
                     self._there = Rendezvous.connect(*host, _CALL_S, elsewhere=True)
-                for key in list(self._unsent):
-                    self._there.put(key, self._unsent.pop(key))
+                for key, value in list(self._unsent.items()):
+                    self._there.put(key, value)
+                    if self._unsent.get(key) is value:
+                        del self._unsent[key]
                 self._look(self._address, self._there, asked_at)
                 entry = HostEntry.of(self._there.peek(HOST_KEY, dict))
                 self._note(self._address, entry, asked_at, False)
-            except RuntimeError:
+            except Exception as error:  # of any kind: else this host would never be asked again
+                if not isinstance(error, RuntimeError):
+                    log.exception("Host %s could not be asked.", self._address)
                 self._drop()
                 self._note(self._address, None, asked_at, listens(*host) is False)
         self._drop()
@@ -251,7 +255,8 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             borrower.step(now)
             return
         for address, (key, order) in borrower.orders(self._host.ready, entry.term, entry.address, now).items():
-            self._others[address].send(key, order)
+            if address in self._others:
+                self._others[address].send(key, order)
         if borrower.complete:
             log.warning("All servers of run %r have started.", entry.run)
             self._announce()

@@ -70,7 +70,7 @@ class ServersHealth(AbstractContextManager["ServersHealth"]):
         for index, key in enumerate(self.keys):
             address = self._rendezvous.peek_server(key).get("address")
             if address is None:
-                raise RuntimeError(f"server {index} is being replaced.")
+                raise RuntimeError(f"server {index} is starting, or being replaced.")
             addresses.append(str(address))
         connection = self._connection
         if connection is None or not connection.alive or connection.addresses != tuple(addresses):

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -295,6 +296,7 @@ class _Making:
             # Its seed is drawn from this generator: the program's own random numbers stay as they are.
             generator = torch.Generator().manual_seed((loader._me.key + self.end) % (1 << 62))
             options: Any = {"num_workers": 1, "generator": generator, "collate_fn": _same, **loader._options}
+            options["worker_init_fn"] = partial(_begin, os.getpid(), options.get("worker_init_fn"))
             for number, batch in DataLoader(loader._batches, batch_size=None, sampler=self, **options):
                 if self._stopped.is_set():
                     break
@@ -308,6 +310,14 @@ class _Making:
         finally:
             with loader._memory.locked():
                 loader._board.give_back(loader._me)
+
+
+def _begin(parent: int, initialize: Callable[[int], None] | None, number: int) -> None:
+    """A loader process begins. torch would never end it if the one that has started it was killed meanwhile."""
+    if living_stat(parent) is None:
+        os._exit(1)
+    if initialize is not None:
+        initialize(number)
 
 
 class _Batches(Dataset[Any]):

@@ -116,21 +116,21 @@ class IslandGroup:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
 
-    def begin_batch(self, ends: bool, steps: int) -> bool:
-        """Whether the fit ends on any process. Raises a ``RuntimeError`` unless all have taken as many optimizer steps.
+    def end_batch(self, stops: bool, ends: bool, steps: int) -> tuple[bool, bool]:
+        """Whether training stops, and whether the fit ends, on any process. All call it together, after every batch.
 
-        All processes call it together, before every batch.
+        Raises a ``RuntimeError`` unless all have taken as many optimizer steps.
         """
-        met = torch.tensor([int(ends), steps, -steps])
+        met = torch.tensor([int(stops), int(ends), steps, -steps])
         dist.all_reduce(met, dist.ReduceOp.MAX, group=self._group)
-        any_ends, most, least = met.tolist()
+        any_stops, any_ends, most, least = met.tolist()
         if most != -least:
             raise RuntimeError(
                 f"Process {self.rank} of this island has taken {steps} optimizer steps in this fit, and others between "
                 f"{-least} and {most}. Expected the same steps on all processes of an island: decide about a step with "
                 "a value that all of them have, such as a reduced one."
             )
-        return bool(any_ends)
+        return bool(any_stops), bool(any_ends)
 
     def all(self, decision: bool) -> bool:
         """Whether it is true on every process. All call it together, also within an order."""

@@ -109,6 +109,7 @@ class ElasticFleet(Fleet):
             self.client, self._config.timeouts.silence_s, *about, at_least_every_s=every_s
         )
         self._heartbeat.on_silence = self._look_for_host
+        self._heartbeat.on_server_silence = self._look_for_replacement
 
     def _has_several_hosts(self) -> bool:
         """Whether the run has other hosts. Logs it if none of them can take over."""
@@ -140,6 +141,12 @@ class ElasticFleet(Fleet):
             log.exception("Worker %d could not look for another host of the run.", self.client.connection.worker)
         if finder.term != term:
             recovery.lose_all(replaced)
+
+    def _look_for_replacement(self, server: int, silent_s: float) -> None:
+        """A server does not answer, and the coordinator does: another host may have replaced a lost lender's."""
+        recovery, replaced = self._recovery, self.client.connection.replaced[server]
+        if recovery is not None and silent_s > _SILENT_S and self._job.has_replaced(server):
+            recovery.lose(server, replaced)
 
     def _report_dead(self) -> None:
         """Report workers of this machine whose processes have ended: an engine may have started this one instead.

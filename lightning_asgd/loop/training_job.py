@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _REFUSED_S = 120.0  # as long as a worker waits for servers at the start
 _ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
+_LOOK_S = 1.0  # to find out whether a server was replaced
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
 _connected = False  # whether this process has been a worker
@@ -372,6 +373,14 @@ class TrainingJob:
                 # Else the host was lost meanwhile, and another thread may have found the next one already.
                 if hosts is None or hosts.gave_up or (hosts.address == address and not hosts.is_lost):
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
+
+    def has_replaced(self, server: int) -> bool:
+        """Whether another process serves in the place of one that this process is connected to; False if unknown."""
+        with contextlib.suppress(RuntimeError), self._rendezvous(_LOOK_S) as there:
+            keys = there.session(self.session, self.transport, _LOOK_S)
+            connected = () if _transport is None else _transport.addresses
+            return server < len(connected) and there.server(server, keys[server], _LOOK_S) != connected[server]
+        return False
 
     def _locate(self) -> None:
         """If the host of the servers is lost, wait until another worker, or another host of a run, hosts them."""

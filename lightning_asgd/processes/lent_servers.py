@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_asgd.processes.host_entry import HostEntry
@@ -37,6 +37,11 @@ def _renewal_of(lender: str) -> str:
     return f"lender/{lender}"
 
 
+def _replaced_of(lender: str) -> str:
+    """The key, there, of when the order was given whose servers others have replaced."""
+    return f"lender/{lender}/replaced"
+
+
 def servers_of_machine(servers: int, machines: int, machine: int) -> range:
     """The servers that one of several machines has."""
     return range(servers * machine // machines, servers * (machine + 1) // machines)
@@ -52,9 +57,11 @@ class ServerLender:
     """
 
     def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, address: str) -> None:
-        self._rendezvous, self._settings, self._address = rendezvous, settings, address
+        self._rendezvous, self._address = rendezvous, address
+        self._settings = replace(settings, snapshots="")  # a folder holds those of a whole run
         self._servers: Supervisor | None = None
         self._order: dict[str, Any] = {}  # the one that it has obeyed
+        self._replaced = False  # whether others have taken these servers' place
 
     def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
         """Start and end the lent servers.
@@ -62,12 +69,17 @@ class ServerLender:
         Args:
             now: seconds.
             entry: of this host.
-            reached_at: when the host that it names as present was asked last, and has answered that it serves.
+            reached_at: when the latest question was sent to which the present host has answered that it serves.
         """
         order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
         due = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
-        if self._servers is not None and not (due and now <= reached_at + LEASE_S):
-            log.warning("The servers that this host lent to %s are ended: it is lost, or unreachable.", order.get("by"))
+        alive = due and order == self._order and now <= reached_at + LEASE_S and not self._replaced
+        if self._servers is not None and not alive:
+            log.warning(
+                "This host has ended the servers that it lent to %s, which is lost, unreachable, or needs them no "
+                "longer.",
+                self._order["by"],
+            )
             self.close()
         elif self._servers is None and due and order != self._order and now <= reached_at + LEASE_S:
             self._lend(order)
@@ -77,18 +89,23 @@ class ServerLender:
     def _lend(self, order: dict[str, Any]) -> None:
         match order:
             case {"first": int(first), "number": int(number)} if first > 0 and 0 < number <= 4096:
-                self._order = order
+                self._order, self._replaced = order, False
                 self._servers = Supervisor(self._rendezvous, self._settings, first=first)
                 self._servers.start()
                 self._servers.add_servers(number)
                 lent = {"order": order, "keys": self._servers.keys(number)}
                 self._rendezvous.put(_LENT_KEY, lent)
-                log.warning("Servers %d to %d run here for %s.", first, first + number - 1, order["by"])
+                numbers = ", ".join(map(str, range(first, first + number)))
+                log.warning("This host starts servers %s for %s.", numbers, order["by"])
 
     def renew(self, there: Rendezvous, now: float) -> None:
-        """Have the present host know that the servers live; before it is asked whether it still serves."""
+        """Have the present host know that the servers live, and ask whether it has replaced them.
+
+        Called in any thread, before that host is asked whether it still serves: a host that was paused finds out.
+        """
         if self._servers is not None:
             there.put(_renewal_of(self._address), now)
+            self._replaced |= there.peek(_replaced_of(self._address)) == self._order["at"]
 
     def close(self) -> None:
         """End the servers at once."""
@@ -142,18 +159,24 @@ class ServerBorrower:
 
     def orders(self, hosts: Sequence[str], term: int, by: str, now: float) -> dict[str, tuple[str, dict[str, Any]]]:
         """What to publish at which host, as a key and a value, so that it lends servers; ``hosts`` could."""
-        found = {}
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
         with self._lock:
             for block in self._blocks:
-                if order := self._order(block, hosts, now):
+                before, order = block.lender, self._order(block, hosts, now)
+                if before and order is not None:
+                    found[before] = _ORDER_KEY, {}
+                if order:
                     found[block.lender] = _ORDER_KEY, {"by": by, "term": term, **order}
         return found
 
-    def _order(self, block: _Block, hosts: Sequence[str], now: float) -> dict[str, Any]:
+    def _order(self, block: _Block, hosts: Sequence[str], now: float) -> dict[str, Any] | None:
+        """The order for a block's next lender, empty if there is none; None if the present one may still obey."""
         waits = block.lender and (block.lender in hosts or block.addresses) and now <= block.asked_at + _START_S
         if len(block.addresses) == len(block.servers) or waits:
-            return {}
-        taken = {each.lender for each in self._blocks}
+            return None
+        if block.lender:
+            log.warning("Host %s has not started the servers that were asked of it.", block.lender)
+        taken = {each.lender for each in self._blocks if each is not block}
         block.lender = next((host for host in hosts if host not in taken), "")
         block.asked_at, block.addresses, block.renewed_at = now, {}, math.inf
         return {"first": block.servers[0], "number": len(block.servers), "at": now} if block.lender else {}
@@ -163,7 +186,7 @@ class ServerBorrower:
         block = next((each for each in self._blocks if each.lender == lender and each.replaced is None), None)
         match there.peek(_LENT_KEY, dict) if block is not None else None:
             case {"order": {"first": first, "at": asked_at}, "keys": [*keys]} if block is not None:
-                entries = [there.peek_server(str(key)) for key in keys]
+                entries = [there.way_to_server(str(key)) for key in keys]
                 with self._lock:
                     if (first, asked_at, len(keys)) == (block.servers[0], block.asked_at, len(block.keys)):
                         self._publish(block, entries, now)
@@ -189,11 +212,10 @@ class ServerBorrower:
                 self._replace(block)
 
     def _replace(self, block: _Block) -> None:
-        first, last = block.servers[0], block.servers[-1]
-        log.warning(
-            "Host %s, which lends servers %d to %d, is lost. Others are started here.", block.lender, first, last
-        )
-        block.replaced = Supervisor(self._rendezvous, self._settings, first=first)
+        numbers = ", ".join(map(str, block.servers))
+        log.warning("Host %s, which lends servers %s, is lost. Others are started here.", block.lender, numbers)
+        self._rendezvous.put(_replaced_of(block.lender), block.asked_at)
+        block.replaced = Supervisor(self._rendezvous, self._settings, first=block.servers[0])
         block.replaced.start()
         block.replaced.add_servers(len(block.servers), succeed=True)
         for key, successor in zip(block.keys, block.replaced.keys(len(block.servers)), strict=True):

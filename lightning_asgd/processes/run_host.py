@@ -139,7 +139,7 @@ class RunHost:
 
     @property
     def present_reached_at(self) -> float:
-        """As a standby host: when the present host was asked last; -inf unless it has answered that it serves."""
+        """When the latest question was sent to which the present host has answered that it serves; -inf if none."""
         sight = self._sights.get(self.entry.present)
         if sight is None or sight.entry is None or sight.ended:
             return -math.inf

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.process_name import this_network
-from lightning_asgd.transports.addresses import LOOPBACK, is_loopback, joined, parted
+from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, is_loopback, joined, parted
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import given
 from lightning_asgd.transports.torch_store import TorchStore
@@ -233,7 +233,9 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def _way_to(self, entry: dict[str, Any]) -> str:
         """How this process reaches a server that has published an entry. Raises a ``ValueError`` if none has."""
         address = str(entry.get("address"))
-        host, _ = parted(address.rpartition("//")[2])
+        host = (
+            ServerAddress.of(address).host if address.startswith("tcp://") else parted(address.rpartition("//")[2])[0]
+        )
         if entry.get("network") in (None, this_network()) or not is_loopback(host):
             return address
         if address.startswith("tcp://"):
@@ -282,6 +284,13 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
                 "workers have ended. Look at its output."
             ) from error
         return found
+
+    def way_to_server(self, key: str) -> dict[str, Any]:
+        """What a server or its replacement has published, as processes of other networks can use it; else nothing."""
+        entry = self.peek_server(key)
+        if entry.get("number"):  # it listens on loopback, behind the gateway at this address
+            return {"address": str(self._store.way_to(str(entry.get("name")), int(entry["number"])))}
+        return entry
 
     def peek_server(self, key: str) -> dict[str, Any]:
         """What a server or its replacement has published, if anything. Raises a ``LaunchError`` if it cannot serve."""

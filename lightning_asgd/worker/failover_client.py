@@ -96,7 +96,7 @@ class FailoverClient:
                 future.value()
             except RuntimeError:
                 if recovery is not None and not recovery._closed:
-                    recovery._lose(server, replaced)
+                    recovery.lose(server, replaced)
 
         watched = self._connection.post(server, DisconnectWatch(*self._connection.sender), _FOREVER_S)
         watched.add_done_callback(ended)
@@ -108,12 +108,12 @@ class FailoverClient:
         """
         if not self._closed:
             for server in self._connection.servers:
-                self._lose(server, replaced[server])
+                self.lose(server, replaced[server])
 
-    def _lose(self, server: int, replaced: int) -> None:
+    def lose(self, server: int, replaced: int) -> None:
         """Look for a lost server's replacement, unless the server was replaced since its loss was noticed.
 
-        The living replacement has no successor: the search would never end.
+        The living replacement has no successor: the search would never end. Any thread may call it.
         """
         with self._lock:
             if self._connection.replaced[server] == replaced:

@@ -7,10 +7,13 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
@@ -55,6 +58,7 @@ class SessionClient:
         self._after = after
         self.members = [Members() for _ in connection.servers]  # per server, what it has said about the workers
         self.heard = HeartbeatReply()  # the coordinator's latest answer to a heartbeat
+        self.answered_at: dict[int, float] = {}  # when another server has answered one last, by server
         self.metadata: dict[str, Any] = {}  # of an elastic run, as far as this worker knows it
         self.stopped = 0  # number of the latest collective in which a worker that trains no more is known to wait
         self.pushed = 0  # number of this worker's latest push that servers had seen when it joined
@@ -137,6 +141,8 @@ class SessionClient:
                 if server in connection.gone:
                     continue
                 future = connection.post(server, sign)
+                if server != COORDINATOR:
+                    future.add_done_callback(partial(self._note_answer, server))
                 answer = future.wait() if server == COORDINATOR and done_within(future, timeout_s) else None
             except (RuntimeError, KeyError):  # replaced just now
                 continue
@@ -146,6 +152,11 @@ class SessionClient:
                 beaten = answer
                 self.note_heartbeat(answer)
         return beaten
+
+    def _note_answer(self, server: int, future: Future[Any]) -> None:
+        with suppress(RuntimeError):
+            future.value()
+            self.answered_at[server] = time.monotonic()
 
     def note_heartbeat(self, beaten: HeartbeatReply) -> None:
         """Remember who takes part, for the replacement of a lost server."""
@@ -166,6 +177,8 @@ class HeartbeatThread:
 
     on_silence: Callable[[float], None] = staticmethod(lambda seconds: None)
     """Called after each heartbeat that the coordinator has not answered, with the seconds since it last did."""
+    on_server_silence: Callable[[int, float], None] = staticmethod(lambda server, seconds: None)
+    """The same for each other server, with its number, once a heartbeat was not answered within a period."""
 
     def __init__(
         self,
@@ -209,12 +222,20 @@ class HeartbeatThread:
                 self.on_silence(time.monotonic() - answered)
                 continue
             answered = time.monotonic()
+            self._look_at_others(answered)
             self._on_chief(beaten.chief)
             self._board.update(beaten.figures, beaten.living)
             self._told += len(beaten.news)
             for line in beaten.news:
                 if self._on_news is not None:
                     self._on_news(line)
+
+    def _look_at_others(self, now: float) -> None:
+        connection = self._client.connection
+        for server in set(connection.servers) - connection.gone - {COORDINATOR}:
+            silent_s = now - self._client.answered_at.setdefault(server, now)
+            if silent_s > 2 * self._period_s:
+                self.on_server_silence(server, silent_s)
 
 
 def pickled(value: Any) -> Any:

@@ -128,7 +128,8 @@ def exchanged_tensors(module: Module, state: Mapping[str, Tensor]) -> tuple[dict
     """The module's parameters and buffers that are exchanged."""
     kept = module.state_dict()
     # Wrappers, such as that of activation checkpointing, give them other names there.
-    places = {(t.data_ptr(), t.shape) for t in kept.values() if type(t) is Tensor}
+    known = {*state, *(name for name, _ in module.named_buffers())}
+    places = {(t.data_ptr(), t.shape) for n, t in kept.items() if n not in known and type(t) is Tensor}
 
     def is_kept(name: str, buffer: Tensor) -> bool:
         return name in kept or (type(buffer) is Tensor and (buffer.data_ptr(), buffer.shape) in places)

@@ -28,6 +28,14 @@ class StopsLater(Net):
             self.trainer.should_stop = True
 
 
+class StopsAtOnce(Net):
+    """The second process alone stops, after its third batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (self.global_rank, batch_idx) == (1, 2):
+            self.trainer.should_stop = True
+
+
 class Experts(Net):
     """Each process has a parameter of its own."""
 
@@ -65,7 +73,7 @@ class Peeks(Net):
             self.net(torch.zeros(1, 8))
 
 
-KINDS = {kind.__name__: kind for kind in (StopsLater, Experts, SkipsSteps, Peeks)}
+KINDS = {kind.__name__: kind for kind in (StopsLater, StopsAtOnce, Experts, SkipsSteps, Peeks)}
 
 
 def train(*about: Any, **more: Any) -> None:
@@ -97,6 +105,11 @@ def ends_with(started: Any, name: str, rank: int) -> str:
 def test_all_processes_stop_if_one_of_them_wants_to(start: Any) -> None:
     for each in start("a", "StopsLater", "DDP", epochs=5).results("a"):
         assert each["step"] == SAMPLES // BATCH // 2
+
+
+def test_all_processes_stop_after_the_batch_in_which_one_of_them_wants_to(start: Any) -> None:
+    for each in start("a", "StopsAtOnce", "DDP", epochs=5).results("a"):
+        assert each["step"] == 3
 
 
 def test_parameters_that_only_one_process_has_are_refused_by_name(start: Any) -> None:

@@ -42,14 +42,14 @@ def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, t
         second, two = host("second", f"--join={one}")
         workers = [start(attach, tmp_path, name, f"{one},{two}", transport, 0.03) for name in "ab"]
         wait_until(lambda: min(epochs_of(tmp_path, name) for name in "ab") >= 1, 60, "training")
-        assert f"Servers 1 to 2 run here for {one}." in said("second")
+        assert f"This host starts servers 1, 2 for {one}." in said("second")
         assert has_servers(first, 1)
         assert has_servers(second, 5)  # and three with which it stands by
         (second if lost == "lender" else first).kill()
         before = epochs_of(tmp_path, "a")
         wait_until(lambda: epochs_of(tmp_path, "a") >= before + 2, 60, "training without that host")
         if lost == "lender":
-            assert f"Host {two}, which lends servers 1 to 2, is lost. Others are started here." in said("first")
+            assert f"Host {two}, which lends servers 1, 2, is lost. Others are started here." in said("first")
             assert has_servers(first, 3)
         else:
             assert "This host takes over" in said("second")
