@@ -186,7 +186,7 @@ def run_lent(transport: str) -> bool:
     """Lose the hosts that lend servers, one after the other. Whether nothing is lost."""
     took: dict[str, list[float]] = {}
     with machines(HOSTS + WORKERS) as network, tempfile.TemporaryDirectory() as folder:
-        job = Run(network, Path(folder), transport, f"--num-servers={HOSTS}", f"--machines={HOSTS}")
+        job = Run(network, Path(folder), transport, f"--num-servers={2 * HOSTS}", f"--machines={HOSTS}")
         try:
             for machine, how in enumerate(LOSSES[1:], 1):
                 time.sleep(CALM_S)

@@ -41,7 +41,7 @@ class IslandSession(FitSession):
         resume: Resumption,
         units: TrainedUnits,
     ) -> None:
-        self._group, self._place = group, place
+        self._group, self._place, self._stops_later = group, place, False
         group.on("reset non-finite state", super()._reset_nonfinite_state)
         super().__init__(trainer, membership, config, resume, units, split=False)
 
@@ -60,7 +60,10 @@ class IslandSession(FitSession):
     def end_batch(self) -> None:
         """Adopt a stop or SIGTERM of any process. Raises a ``RuntimeError`` unless all have taken as many steps."""
         steps = self.synchronizer.stats.steps
-        self._trainer.should_stop, ends = self._group.end_batch(self._trainer.should_stop, self.sigterm.came, steps)
+        trainer, wishes = self._trainer, self._trainer.should_stop or self._stops_later
+        stops, ends = self._group.end_batch(wishes, self.sigterm.came, steps)
+        # A signal handler may have set it meanwhile: then it counts for the next batch, as all have to stop together.
+        self._stops_later, trainer.should_stop = trainer.should_stop and not stops, stops
         if ends:
             self.sigterm.obey()
 

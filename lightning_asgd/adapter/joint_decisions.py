@@ -80,6 +80,7 @@ class JointDecisions:
         # Hooks of the epoch's beginning may have stopped some workers only. Those would not open the epoch's data.
         self._trainer.should_stop = self._peers.any_stops(self._trainer.should_stop)
         train(fetcher)
+        self._peers.end_batch()  # a hook may have skipped the rest of the epoch
         while not self._ended:
             if self._all_validate(ends=True, validates=False):
                 self._validate()

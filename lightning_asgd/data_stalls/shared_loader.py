@@ -314,10 +314,10 @@ class _Making:
 
 def _begin(parent: int, initialize: Callable[[int], None] | None, number: int) -> None:
     """A loader process begins. torch would never end it if the one that has started it was killed meanwhile."""
-    if living_stat(parent) is None:
-        os._exit(1)
     if initialize is not None:
         initialize(number)
+    if living_stat(parent) is None:
+        os._exit(1)
 
 
 class _Batches(Dataset[Any]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -53,6 +54,7 @@ class ElasticFleet(Fleet):
         self._begun = False  # whether it has the run's first values
         self._living: tuple[int, ...] = ()  # as the latest epoch began
         self._heard = 0  # events from before this worker joined
+        self._looking: threading.Thread | None = None  # for servers in the place of silent ones
         self._find()
 
     @property
@@ -109,7 +111,8 @@ class ElasticFleet(Fleet):
             self.client, self._config.timeouts.silence_s, *about, at_least_every_s=every_s
         )
         self._heartbeat.on_silence = self._look_for_host
-        self._heartbeat.on_server_silence = self._look_for_replacement
+        if several:
+            self._heartbeat.on_silent_servers = self._look_for_replacements
 
     def _has_several_hosts(self) -> bool:
         """Whether the run has other hosts. Logs it if none of them can take over."""
@@ -142,11 +145,26 @@ class ElasticFleet(Fleet):
         if finder.term != term:
             recovery.lose_all(replaced)
 
-    def _look_for_replacement(self, server: int, silent_s: float) -> None:
-        """A server does not answer, and the coordinator does: another host may have replaced a lost lender's."""
-        recovery, replaced = self._recovery, self.client.connection.replaced[server]
-        if recovery is not None and silent_s > _SILENT_S and self._job.has_replaced(server):
-            recovery.lose(server, replaced)
+    def _look_for_replacements(self, servers: list[int]) -> None:
+        """These do not answer, and the coordinator does: they may be a lost host's, and others may have replaced them.
+
+        It is found out in a thread: the present host's lease depends on heartbeats, which continue meanwhile.
+        """
+        recovery, before = self._recovery, tuple(self.client.connection.replaced)
+        if recovery is None or (self._looking is not None and self._looking.is_alive()):
+            return
+
+        def look() -> None:
+            try:
+                found = self._job.replaced_among(servers)
+            except Exception:
+                log.exception("Worker %d could not look for other servers.", self.client.connection.worker)
+                return
+            for server in found:
+                recovery.lose(server, before[server])
+
+        self._looking = threading.Thread(target=look, name="lightning_asgd.look", daemon=True)
+        self._looking.start()
 
     def _report_dead(self) -> None:
         """Report workers of this machine whose processes have ended: an engine may have started this one instead.

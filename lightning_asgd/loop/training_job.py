@@ -374,13 +374,17 @@ class TrainingJob:
                 if hosts is None or hosts.gave_up or (hosts.address == address and not hosts.is_lost):
                     raise ServerLostError(supervisor.with_last_output(f"{lost}: {error}")) from error
 
-    def has_replaced(self, server: int) -> bool:
-        """Whether another process serves in the place of one that this process is connected to; False if unknown."""
+    def replaced_among(self, servers: Sequence[int]) -> list[int]:
+        """Servers in whose place others serve already than those that this process is connected to."""
+        found: list[int] = []
+        connected = dict(enumerate(() if _transport is None else _transport.addresses))
         with contextlib.suppress(RuntimeError), self._rendezvous(_LOOK_S) as there:
-            keys = there.session(self.session, self.transport, _LOOK_S)
-            connected = () if _transport is None else _transport.addresses
-            return server < len(connected) and there.server(server, keys[server], _LOOK_S) != connected[server]
-        return False
+            keys = dict(enumerate(there.session(self.session, self.transport, 0.0)))
+            for server in set(servers) & keys.keys() & connected.keys():
+                with contextlib.suppress(RuntimeError):  # it is starting
+                    if there.server(server, keys[server], 0.0) != connected[server]:
+                        found.append(server)
+        return found
 
     def _locate(self) -> None:
         """If the host of the servers is lost, wait until another worker, or another host of a run, hosts them."""

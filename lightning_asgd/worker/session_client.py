@@ -177,8 +177,8 @@ class HeartbeatThread:
 
     on_silence: Callable[[float], None] = staticmethod(lambda seconds: None)
     """Called after each heartbeat that the coordinator has not answered, with the seconds since it last did."""
-    on_server_silence: Callable[[int, float], None] = staticmethod(lambda server, seconds: None)
-    """The same for each other server, with its number, once a heartbeat was not answered within a period."""
+    on_silent_servers: Callable[[list[int]], None] = staticmethod(lambda servers: None)
+    """Called with the numbers of the other servers that have not answered for two periods."""
 
     def __init__(
         self,
@@ -231,11 +231,12 @@ class HeartbeatThread:
                     self._on_news(line)
 
     def _look_at_others(self, now: float) -> None:
-        connection = self._client.connection
-        for server in set(connection.servers) - connection.gone - {COORDINATOR}:
-            silent_s = now - self._client.answered_at.setdefault(server, now)
-            if silent_s > 2 * self._period_s:
-                self.on_server_silence(server, silent_s)
+        connection, answered_at = self._client.connection, self._client.answered_at
+        answered_at.update(dict.fromkeys(connection.gone, now))  # a server that is restored begins to be heard
+        others = set(connection.servers) - {COORDINATOR}
+        silent = [s for s in sorted(others) if now > answered_at.setdefault(s, now) + 2 * self._period_s]
+        if silent:
+            self.on_silent_servers(silent)
 
 
 def pickled(value: Any) -> Any:
