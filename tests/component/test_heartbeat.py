@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ DEADLINE_S = 10.0
 class Scripted:
     """Answers beats with what the test has put there, and tells the test of them."""
 
-    connection = SimpleNamespace(restored=(0,))
-
-    def __init__(self) -> None:
+    def __init__(self, servers: int = 1) -> None:
+        self.connection = SimpleNamespace(restored=(0,), servers=range(servers), gone=set())
+        self.answered_at: dict[int, float] = {}
         self.answers: queue.Queue[Any] = queue.Queue()
         self.beats: queue.Queue[int] = queue.Queue()
         self.figures: list[WorkerMetrics | None] = []
@@ -68,6 +69,20 @@ def test_this_worker_s_figures_are_sent_and_the_others_are_put_on_the_board() ->
     client.answers.put(None)  # no answer in time changes nothing
     client.beats.get(timeout=DEADLINE_S)
     assert (board.figures, board.living) == ({0: mine, 2: theirs}, (0, 2))
+    client.answers.put(WorkerLostError("over"))
+    heartbeat.stop()
+
+
+def test_servers_that_do_not_answer_while_the_coordinator_does_are_reported() -> None:
+    client, silent = Scripted(servers=4), queue.Queue[list[int]]()
+    client.connection.gone.add(3)  # it is being restored
+    client.answered_at[2] = math.inf
+    heartbeat = HeartbeatThread(client, 0.05)  # type: ignore[arg-type]
+    heartbeat.on_silent_servers = silent.put
+    while silent.empty():
+        client.answers.put(HeartbeatReply())
+        client.beats.get(timeout=DEADLINE_S)
+    assert silent.get() == [1]
     client.answers.put(WorkerLostError("over"))
     heartbeat.stop()
 
