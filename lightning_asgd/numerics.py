@@ -42,7 +42,7 @@ def checksum(tensor: Tensor) -> int:
     flat = (flat if flat.is_contiguous() and flat.data_ptr() % 4 == 0 else flat.clone()).view(torch.uint8)
     size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
     numbers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
-    weights, total = torch.arange(1, _CHUNK + 1, device=flat.device), 0
+    weights, total = torch.arange(1, min(_CHUNK, len(numbers)) + 1, device=flat.device), 0
     for begin in range(0, len(numbers), _CHUNK):
         chunk = numbers[begin : begin + _CHUNK]
         total = total * 1_000_003 + int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())
