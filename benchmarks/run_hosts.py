@@ -12,7 +12,8 @@ Training a sample adds 1 to that sample's parameter, and pushes are added in ful
 been applied exactly once per epoch, and the versions must count every update that was acknowledged to a worker. A
 worker that joins at the end must find the run, though the first host that it is given does not live.
 
-Then three machines share the servers (`serve --machines`). One that lends a server is cut off, the other one is killed.
+Then the servers of a run are divided among the three machines (`serve --machines`). One lender's machine is cut off,
+and the `serve` process of the other lender is killed.
 """
 
 from __future__ import annotations

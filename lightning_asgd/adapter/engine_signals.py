@@ -15,10 +15,10 @@ from lightning_asgd.processes.engine import end_with_agent, requeue_job
 __all__ = ["heed_engine"]
 
 
-def heed_engine(trainer: Any, note: Callable[[int, Any], None] | None = None) -> Callable[[], None]:
+def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], None]:
     """Leave the run with torchrun's agent, and before SLURM's time limit. Returns the undo.
 
-    ``note`` handles SIGTERM, where that is not Lightning's flag.
+    ``note`` handles SIGTERM, as which SLURM's warning counts.
 
     Lightning's own handler requeues a job on its rank 0 only, which is one worker of the run and not one of each job,
     and writes a checkpoint first.
@@ -27,9 +27,6 @@ def heed_engine(trainer: Any, note: Callable[[int, Any], None] | None = None) ->
 
     def requeue_and_leave(signum: int, frame: Any) -> None:
         requeue_job()
-        if note is None:
-            private_names.sigterm_came.set(trainer, True)
-        else:
-            note(signum, frame)
+        note(signum, frame)
 
     return private_names.requeue_job.replace(trainer, requeue_and_leave)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.joint_decisions import SharedSigterm
+from lightning_asgd.adapter.joint_decisions import Sigterm
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
@@ -28,7 +28,7 @@ class IslandSession(FitSession):
 
     _membership: IslandFleet
     _kind_of_leases = SharedLeases
-    sigterm: SharedSigterm
+    sigterm: Sigterm
     """Whether this process has got SIGTERM; set by the strategy."""
 
     def __init__(
@@ -65,7 +65,7 @@ class IslandSession(FitSession):
         # A signal handler may have set it meanwhile: then it counts for the next batch, as all have to stop together.
         self._stops_later, trainer.should_stop = trainer.should_stop and not stops, stops
         if ends:
-            self.sigterm.obey()
+            self.sigterm.end_fit()
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any process of the island is to stop."""

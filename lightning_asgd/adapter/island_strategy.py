@@ -17,7 +17,7 @@ from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.island_division import Division, size_of_islands
 from lightning_asgd.adapter.island_session import IslandSession
-from lightning_asgd.adapter.joint_decisions import SharedSigterm
+from lightning_asgd.adapter.joint_decisions import Sigterm
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.trainer_shell import TrainerShell
@@ -78,7 +78,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     """What the island does while it fits; None else."""
     samples: list[dict[str, Any]]
     _failed = False
-    _sigterm: SharedSigterm
+    _sigterm: Sigterm
     _undo: tuple[Callable[[], None], ...] = ()
 
     def _become(self, tree: Tree, accelerator: Any) -> None:
@@ -166,7 +166,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
-        self._sigterm = SharedSigterm(trainer)
+        self._sigterm = Sigterm(trainer, alone=False)
         self._undo = self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
         heeds = heed_engine(trainer, self._sigterm.note) if self._division is None else self._division.watch()
         self._undo += (heeds,)

@@ -22,7 +22,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.protocol import Place
 
-__all__ = ["JointDecisions", "Peers", "SharedSigterm", "keep_sigterm_local", "when_epochs_end"]
+__all__ = ["JointDecisions", "Peers", "Sigterm", "when_epochs_end"]
 
 
 class Peers(Protocol):
@@ -144,40 +144,22 @@ class JointDecisions:
             self._ended = self._stops
 
 
-def keep_sigterm_local(trainer: Any) -> Callable[[], None]:
-    """Keep Lightning from broadcasting worker 0's SIGTERM flag before every batch (since 2.5.2).
+class Sigterm:
+    """Handles SIGTERM, and an engine's warning, as without a process group: the fit ends after a batch.
 
-    That would put all workers in lock-step with worker 0. A worker that receives the signal ends after its batch, as
-    without a process group.
-    """
+    Lightning broadcasts the flag within its handler, and worker 0's before every batch (since 2.5.2). That would put
+    all workers in lock-step, or come between two collectives of an island.
 
-    def note(signum: int, _: Any) -> None:
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not private_names.sigterm_came(trainer):
-            launcher.kill(signum)
-        private_names.sigterm_came.set(trainer, True)
-
-    undo_note = private_names.note_sigterm.replace(trainer, note)
-    undo_broadcast = private_names.broadcast_sigterm.replace(trainer, lambda: None)
-
-    def undo() -> None:
-        undo_note()
-        undo_broadcast()
-
-    return undo
-
-
-class SharedSigterm:
-    """SIGTERM of one process of an island ends the fit after the same batch on all of them.
-
-    Lightning broadcasts the flag within its handler, which may run between any two collectives of this process.
+    Args:
+        trainer: whose handler is replaced.
+        alone: whether this process ends its fit alone; else when all processes of its island call :meth:`end_fit`.
 
     Attributes:
         came: whether this process has got the signal.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self.came = trainer, False
+    def __init__(self, trainer: Any, *, alone: bool) -> None:
+        self._trainer, self._alone, self.came = trainer, alone, False
         undo_note = private_names.note_sigterm.replace(trainer, self.note)
         undo_broadcast = private_names.broadcast_sigterm.replace(trainer, lambda: None)
         self._undo = undo_note, undo_broadcast
@@ -188,9 +170,11 @@ class SharedSigterm:
         if launcher is not None and not self.came:
             launcher.kill(signum)
         self.came = True
+        if self._alone:
+            self.end_fit()
 
-    def obey(self) -> None:
-        """End the fit after this batch: a process has got the signal."""
+    def end_fit(self) -> None:
+        """End the fit after the present batch."""
         private_names.sigterm_came.set(self._trainer, True)
 
     def undo(self) -> None:

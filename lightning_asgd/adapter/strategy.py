@@ -15,7 +15,7 @@ from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.island_strategy import become_island
-from lightning_asgd.adapter.joint_decisions import keep_sigterm_local
+from lightning_asgd.adapter.joint_decisions import Sigterm
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.metric_sync import synchronise_metrics
 from lightning_asgd.adapter.process_group import RankInfo
@@ -237,9 +237,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             self._membership.join()
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
         self.announce()
-        self._undo = keep_sigterm_local(trainer), put_first(trainer, monitor=self.options.monitor)
+        sigterm = Sigterm(trainer, alone=True)
+        self._undo = sigterm.undo, put_first(trainer, monitor=self.options.monitor)
         if self._job.attaches:
-            self._undo += (heed_engine(trainer),)
+            self._undo += (heed_engine(trainer, sigterm.note),)
 
     def announce(self) -> None:
         """Publish this worker's rank and world size in torch.distributed and the environment."""

@@ -313,7 +313,7 @@ class _Making:
 
 
 def _begin(parent: int, initialize: Callable[[int], None] | None, number: int) -> None:
-    """A loader process begins. torch would never end it if the one that has started it was killed meanwhile."""
+    """Begin a loader process; end it if its program was killed meanwhile, which torch would not notice."""
     if initialize is not None:
         initialize(number)
     if living_stat(parent) is None:

@@ -60,7 +60,7 @@ class ServerLender:
         self._rendezvous, self._address = rendezvous, address
         self._settings = replace(settings, snapshots="")  # a folder holds those of a whole run
         self._servers: Supervisor | None = None
-        self._order: dict[str, Any] = {}  # the one that it has obeyed
+        self._order: dict[str, Any] = {}  # the latest order that was carried out
         self._replaced = False  # whether others have taken these servers' place
 
     def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
@@ -72,16 +72,16 @@ class ServerLender:
             reached_at: when the latest question was sent to which the present host has answered that it serves.
         """
         order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
-        due = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
-        alive = due and order == self._order and now <= reached_at + LEASE_S and not self._replaced
-        if self._servers is not None and not alive:
+        given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
+        due = given and now <= reached_at + LEASE_S
+        if self._servers is not None and (not due or order != self._order or self._replaced):
             log.warning(
                 "This host has ended the servers that it lent to %s, which is lost, unreachable, or needs them no "
                 "longer.",
                 self._order["by"],
             )
             self.close()
-        elif self._servers is None and due and order != self._order and now <= reached_at + LEASE_S:
+        elif self._servers is None and due and order != self._order:
             self._lend(order)
         if self._servers is not None:
             self._servers.check_servers()

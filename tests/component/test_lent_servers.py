@@ -1,4 +1,4 @@
-"""Servers that hosts lend to the one that serves: two real hosts' decisions, with a clock and a network of the test."""
+"""Servers that standby hosts lend to the present host: the real decisions of all hosts, in a simulated network."""
 
 from __future__ import annotations
 

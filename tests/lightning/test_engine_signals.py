@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.engine_signals import heed_engine
+from lightning_asgd.adapter.joint_decisions import Sigterm
 
 ARRAY = {"SLURM_JOB_ID": "80", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
 
@@ -26,7 +27,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def signalled(trainer: Any) -> bool:
     """Whether the worker leaves."""
-    undo = heed_engine(trainer)
+    undo = heed_engine(trainer, Sigterm(trainer, alone=True).note)
     try:
         private_names.requeue_job(trainer)(signal.SIGUSR1, None)
     finally:

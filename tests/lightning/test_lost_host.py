@@ -45,7 +45,7 @@ class Tell(pl.Callback):
             self.hold(*trainer.strategy.fit_session.synchronizer.channels)
 
     def hold(self, channel: Any) -> None:
-        """Wait to be killed, once both servers have the last push: one of them would lack half a push for good."""
+        """Wait for the test's SIGKILL between two pushes: if it came during a push, one server could lack its half."""
         while channel.log.in_flight is not None and not channel.answered:
             time.sleep(0.01)
         (self.folder / f"held{self.rank}").touch()
