@@ -2,6 +2,7 @@
 
     python benchmarks/run_hosts.py                     # ten losses with each transport, as root under Linux
     python benchmarks/run_hosts.py --losses 3 --transport zmq
+    python benchmarks/run_hosts.py --losses 2 --transport zmq --workers 256 --lease-s 1
 
 Three machines (network namespaces) host a run with two servers: `lightning-asgd serve`, and `serve --join` on two more.
 Five workers attach from five other machines. Again and again the present host is lost: its machine is cut off, and all
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -46,7 +48,7 @@ from lightning_asgd.cli.command_line import main as command
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.processes.host_entry import HostEntry, ask_host
 
-HOSTS, WORKERS, SERVERS, PORT = 3, 5, 2, 29400
+HOSTS, MACHINES, SERVERS, PORT = 3, 5, 2, 29400  # MACHINES of workers
 CALM_S = 3.0  # between two losses, on average
 LOSSES = ("cut off, and killed after 2 s", "cut off, and killed after 5 s", "killed")
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -63,8 +65,9 @@ def serve(network: Network, machine: int, folder: Path, transport: str, join: st
 class Run:
     """Hosts and workers, and what is done to them."""
 
-    def __init__(self, network: Network, folder: Path, transport: str, *options: str) -> None:
+    def __init__(self, network: Network, folder: Path, transport: str, workers: int, *options: str) -> None:
         self.network, self.folder, self.transport = network, folder, transport
+        self.samples = SAMPLES * max(workers, MACHINES)
         self.options = list(options)  # of the first host
         self._fork = multiprocessing.get_context("fork").Process
         self.places = [f"{address}:{PORT}" for address in network.addresses[:HOSTS]]
@@ -72,9 +75,10 @@ class Run:
         self.workers: dict[str, Any] = {}
         for machine in range(HOSTS):
             self.host(machine, self.places[0] if machine else "")
-        for number in range(WORKERS):
-            self.worker(HOSTS + number, f"{number}", ",".join(self.places))
-        self.wait(lambda: all(self.told(name).get("trains") for name in self.workers), 120, "training")
+        for number in range(workers):
+            self.worker(HOSTS + number % MACHINES, f"{number}", ",".join(self.places))
+            if number % MACHINES == MACHINES - 1:  # more at once would take all of two cores
+                self.wait(lambda: all(self.told(name).get("trains") for name in self.workers), 120, "training")
 
     def host(self, machine: int, join: str) -> None:
         """Have a machine host the run, or stand by."""
@@ -85,8 +89,9 @@ class Run:
 
     def worker(self, machine: int, name: str, server: str) -> None:
         """Start a worker."""
-        about = self.network, machine, server, SAMPLES * WORKERS, self.folder, name, "counts", self.transport, None
-        self.workers[name] = self._fork(target=work, args=about)
+        about = self.network, machine, server, self.samples, self.folder, name, "counts", self.transport, None
+        slower = self.samples / SAMPLES / MACHINES  # two cores take the steps of all workers
+        self.workers[name] = self._fork(target=work, args=(*about, slower))
         self.workers[name].start()
 
     def told(self, name: str) -> dict[str, Any]:
@@ -134,16 +139,18 @@ class Run:
                 raise RuntimeError(f"No {what}: {why}.\n{logs}")
             time.sleep(0.05)
 
-    def lose(self, how: str, machine: int | None = None) -> tuple[int, float]:
+    def lose(self, how: str, machine: int | None = None) -> tuple[int, float, float]:
         """Lose the present host, or another one.
 
-        Returns its machine, and seconds until every worker has completed two more exchanges.
+        Returns its machine, and seconds until another host serves, and until every worker has completed two more
+        exchanges.
         """
         lends = machine is not None
         machine = self.present() if machine is None else machine
         process = self.hosts.pop(machine)
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         begun, before = time.monotonic(), {name: self.told(name)["pushes"] for name in self.workers}
+        serves_at = [] if lends else self.next_serves()
         if "cut" in how:
             cut(self.network, machine)
             time.sleep(5.0 if "5 s" in how else 2.0)
@@ -156,7 +163,20 @@ class Run:
         process.join()
         trains = lambda: all(self.told(name)["pushes"] > pushes + 1 for name, pushes in before.items())  # noqa: E731
         self.wait(trains, 90, "update with another host")
-        return machine, time.monotonic() - begun
+        return machine, max(serves_at, default=math.nan) - begun, time.monotonic() - begun
+
+    def next_serves(self) -> list[float]:
+        """When another host than those that serve now does, once that is known."""
+        at: list[float] = []
+
+        def look() -> None:
+            while not at and self.hosts:
+                if any((entry := self.entry(machine)) is not None and entry.serves for machine in tuple(self.hosts)):
+                    at.append(time.monotonic())
+                time.sleep(0.05)
+
+        threading.Thread(target=look, daemon=True).start()
+        return at
 
     def stand_by(self, machine: int) -> None:
         """Have a lost host's machine stand by."""
@@ -183,36 +203,40 @@ def serves(process: psutil.Process) -> bool:
     return False
 
 
-def run_lent(transport: str) -> bool:
+def run_lent(transport: str, workers: int, options: list[str]) -> bool:
     """Lose the hosts that lend servers, one after the other. Whether nothing is lost."""
     took: dict[str, list[float]] = {}
-    with machines(HOSTS + WORKERS) as network, tempfile.TemporaryDirectory() as folder:
-        job = Run(network, Path(folder), transport, f"--num-servers={2 * HOSTS}", f"--machines={HOSTS}")
+    with machines(HOSTS + MACHINES) as network, tempfile.TemporaryDirectory() as folder:
+        divided = f"--num-servers={2 * HOSTS}", f"--machines={HOSTS}"
+        job = Run(network, Path(folder), transport, workers, *divided, *options)
         try:
             for machine, how in enumerate(LOSSES[1:], 1):
                 time.sleep(CALM_S)
-                _, seconds = job.lose(how, machine)
+                *_, seconds = job.lose(how, machine)
                 took.setdefault(f"lender {how}", []).append(seconds)
                 CONSOLE.print(f"  lender {machine} {how}: all train again after {seconds:.1f} s", style="dim")
             done = job.end()
         finally:
             job.close()
-    return judge(transport, len(LOSSES) - 1, took, done)
+    return judge(job, len(LOSSES) - 1, took, done)
 
 
-def run(transport: str, losses: int, chance: random.Random) -> bool:
+def run(transport: str, losses: int, chance: random.Random, workers: int, options: list[str]) -> bool:
     """Whether nothing is lost."""
     took: dict[str, list[float]] = {}
-    with machines(HOSTS + WORKERS) as network, tempfile.TemporaryDirectory() as folder:
-        job = Run(network, Path(folder), transport, f"--num-servers={SERVERS}")
+    with machines(HOSTS + MACHINES) as network, tempfile.TemporaryDirectory() as folder:
+        job = Run(network, Path(folder), transport, workers, f"--num-servers={SERVERS}", *options)
         try:
             for number in range(losses):
                 time.sleep(CALM_S * chance.uniform(0.5, 1.5))
                 how = LOSSES[number % len(LOSSES)]
-                machine, seconds = job.lose(how)
-                took.setdefault(how, []).append(seconds)
+                machine, served_s, seconds = job.lose(how)
+                took.setdefault(f"{how}, another serves", []).append(served_s)
+                took.setdefault(f"{how}, all train", []).append(seconds)
                 CONSOLE.print(
-                    f"  {number + 1}/{losses} host {machine} {how}: all train again after {seconds:.1f} s", style="dim"
+                    f"  {number + 1}/{losses} host {machine} {how}: another serves after {served_s:.1f} s, all train "
+                    f"again after {seconds:.1f} s",
+                    style="dim",
                 )
                 if number + 1 < losses:
                     job.stand_by(machine)
@@ -221,15 +245,16 @@ def run(transport: str, losses: int, chance: random.Random) -> bool:
             done = job.end()
         finally:
             job.close()
-    return judge(transport, losses, took, done)
+    return judge(job, losses, took, done)
 
 
-def judge(transport: str, losses: int, took: dict[str, list[float]], done: dict[str, Any]) -> bool:
+def judge(job: Run, losses: int, took: dict[str, list[float]], done: dict[str, Any]) -> bool:
     """Print what was found. Whether nothing is lost."""
+    transport = job.transport
     epochs, versions = done["epochs"], done["versions"]
     wrong = sum(abs(epochs - times) * samples for times, samples in done["seen"])
     times = "; ".join(f"{how}: {statistics.median(s):.1f} s ({min(s):.1f}-{max(s):.1f})" for how, s in took.items())
-    text = f"{losses} hosts lost; of {SAMPLES * WORKERS * epochs} samples {wrong:g} were not applied once"
+    text = f"{losses} hosts lost; of {job.samples * epochs} samples {wrong:g} were not applied once"
     good = verdict(wrong == 0, f"{transport}: {text}. Until all trained again: {times}")
     text = f"workers were told of {done['told']} updates; versions {versions}"
     return verdict(min(versions) >= done["told"], f"{transport}: {text}") and good
@@ -239,6 +264,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", type=int, default=10)
     parser.add_argument("--transport", choices=("rpc", "zmq"), help="the default is both")
+    parser.add_argument("--workers", type=int, default=MACHINES, help="on five machines")
+    parser.add_argument("--lease-s", type=float, help="of a host")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     clean_environment()
@@ -249,10 +276,11 @@ def main() -> int:
         CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
         return 2
     chance, good = random.Random(args.seed), True
+    about = args.workers, [] if args.lease_s is None else [f"--lease-s={args.lease_s:g}"]
     with told_of_errors(CONSOLE):
         for transport in [args.transport] if args.transport else ["rpc", "zmq"]:
-            good &= run(transport, args.losses, chance) if args.losses else True
-            good &= run_lent(transport)
+            good &= run(transport, args.losses, chance, *about) if args.losses else True
+            good &= run_lent(transport, *about)
     return 0 if good else 1
 
 

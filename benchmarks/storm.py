@@ -136,6 +136,7 @@ def work(
     program: str,
     transport: str,
     epochs: int | None,
+    slower: float = 1.0,
 ) -> None:
     if network is not None:
         network.enter(machine)
@@ -148,7 +149,7 @@ def work(
         server=address,
         run_id="storm",
         transport=transport,
-        timeouts=Timeouts(silence_s=SILENCE_S),
+        timeouts=Timeouts(silence_s=SILENCE_S * slower),
     )
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -166,7 +167,7 @@ def work(
         trainer.fit(SlowDigits(), *loaders(batch_size=16))
     else:
         data = DataLoader(TensorDataset(torch.arange(samples)), BATCH, shuffle=True)
-        trainer.fit(Counts(samples, STEP_S), data)
+        trainer.fit(Counts(samples, STEP_S * slower), data)
 
 
 # ---------------------------------------------------------------------- the run

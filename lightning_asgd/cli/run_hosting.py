@@ -10,9 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.environment import parted
-from lightning_asgd.processes.host_entry import HOST_KEY, JOIN_KEY, STOP_KEY, VOTED_KEY, HostEntry, is_address, vote_of
+from lightning_asgd.processes.host_entry import (
+    CALL,
+    HOST_KEY,
+    JOIN_KEY,
+    STOP_KEY,
+    VOTED_KEY,
+    HostEntry,
+    is_address,
+    vote_of,
+)
 from lightning_asgd.processes.lent_servers import ServerBorrower, ServerLender
-from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
+from lightning_asgd.processes.run_host import Action, RunHost
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
@@ -24,9 +33,11 @@ __all__ = ["RunHosting"]
 
 log = logging.getLogger(__name__)
 
-_ASK_S = 0.3  # between two questions to another host
-_CALL_S = 1.0
-_STATUS_S = 0.5  # between two questions to the coordinator
+# Parts of the lease.
+_ASK = 0.12  # between two questions to another host
+_STATUS = 0.2  # between two questions to the coordinator
+_NEAR = 1.0  # since a worker was heard that has left, rather than been lost
+
 _ANSWER_S = 5.0
 
 
@@ -36,10 +47,11 @@ class _OtherHost:
     def __init__(
         self,
         address: str,
+        lease_s: float,
         note: Callable[[str, HostEntry | None, float, bool], None],
         look: Callable[[str, Rendezvous, float], None],
     ) -> None:
-        self._address, self._note, self._look = address, note, look
+        self._address, self._lease_s, self._note, self._look = address, lease_s, note, look
         self._unsent: dict[str, Any] = {}
         self._closed = threading.Event()
         self._there: Rendezvous | None = None
@@ -54,11 +66,11 @@ class _OtherHost:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(_ASK_S):
+        while not self._closed.wait(_ASK * self._lease_s):
             asked_at, host = time.monotonic(), parted(self._address)
             try:
                 if self._there is None:
-                    self._there = Rendezvous.connect(*host, _CALL_S, elsewhere=True)
+                    self._there = Rendezvous.connect(*host, CALL * self._lease_s, elsewhere=True)
                 for key, value in list(self._unsent.items()):
                     self._there.put(key, value)
                     if self._unsent.get(key) is value:
@@ -82,8 +94,9 @@ class _OtherHost:
 class _Heard:
     """When this host's coordinator has heard each worker. It is asked without waiting for its answer."""
 
-    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str, lease_s: float) -> None:
         self._rendezvous, self._kind, self._interface = rendezvous, registry.kind_of(transport), interface
+        self._lease_s = lease_s
         self._connection: Transport | None = None
         self._call: Any = None
         self._asked_at = 0.0
@@ -98,7 +111,7 @@ class _Heard:
             call, self._call = self._call, None
             with contextlib.suppress(RuntimeError):
                 self._take(call.wait())
-        elif self._call is None and now > self._asked_at + _STATUS_S:
+        elif self._call is None and now > self._asked_at + _STATUS * self._lease_s:
             self._asked_at = now
             address = str(self._rendezvous.peek_server(key).get("address", ""))
             if address:
@@ -110,7 +123,7 @@ class _Heard:
             asked = self._asked_at
             self.at = {w.worker: min(asked - w.silent_s, asked) for w in answer.workers if not w.away}
             self.left |= self._near - {w.worker for w in answer.workers}
-            self._near = {w.worker for w in answer.workers if not w.away and w.silent_s < LEASE_S}
+            self._near = {w.worker for w in answer.workers if not w.away and w.silent_s < _NEAR * self._lease_s}
 
     def _connected(self, address: str) -> Transport:
         connection = self._connection
@@ -148,7 +161,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._host, self._lock = RunHost(entry, time.monotonic()), threading.Lock()
         self._rendezvous, self._overseer = rendezvous, overseer
         self._others: dict[str, _OtherHost] = {}
-        self._heard = _Heard(rendezvous, entry.transport, interface)
+        self._heard = _Heard(rendezvous, entry.transport, interface, entry.lease_s)
         self._published: HostEntry | None = None
         self._voted: Any = None
         self._could_take_over = False
@@ -226,7 +239,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
 
     def _ask_others(self) -> None:
         for address in set(self._host.others) - self._others.keys():
-            self._others[address] = _OtherHost(address, self._note, self._look)
+            self._others[address] = _OtherHost(address, self.entry.lease_s, self._note, self._look)
         for address in self._others.keys() - set(self._host.others):
             self._others.pop(address).close()
         entry = self.entry

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
+_LEASE_S = 2.5
 _START_S = 60.0
 _POLL_S = 0.2
+_POLL = 0.08  # of the lease, where this is running
+_SHORTEST_S, _LONGEST_S = 0.5, 600.0  # leases
 
 
 def serve(
@@ -35,6 +38,7 @@ def serve(
     snapshot_every_s: float = 60.0,
     join: str | None = None,
     machines: int = 1,
+    lease_s: float = _LEASE_S,
 ) -> None:
     """Start the servers of an elastic run.
 
@@ -59,21 +63,24 @@ def serve(
             host that serves is lost. Give workers the addresses of all hosts.
         machines: number of machines among which the servers are divided, with this one. The others join with --join,
             and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
+        lease_s: seconds for which this host serves without hearing from other hosts or from workers, where others have
+            joined with --join; they have the same. A host whose machine is lost is replaced after about three times as
+            long. With less than a pause of a busy machine, hosts that live are replaced too.
     """
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
     from lightning_asgd.processes.lent_servers import ServerBorrower, servers_of_machine
 
-    _check(port, run_id, host, num_servers, snapshot_every_s)
+    _check(port, run_id, host, num_servers, snapshot_every_s, lease_s)
     _check_machines(machines, num_servers, join, snapshots)
     where = None if join is None else _place(join)
     stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
     try:
-        entry = _entry(run_id, name, num_servers, rendezvous.address, where)
+        entry = _entry(run_id, name, num_servers, rendezvous.address, where, lease_s)
         version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
         settings = _settings(entry, interface, snapshots, snapshot_every_s)
         mine = len(servers_of_machine(entry.servers, machines, 0))
         overseer = supervisor.ensure(mine, rendezvous, settings, succeed=join is not None)
-        borrower = ServerBorrower(rendezvous, settings, entry.servers, machines) if machines > 1 else None
+        borrower = ServerBorrower(entry, rendezvous, settings, machines) if machines > 1 else None
         hosting = entry, rendezvous, overseer, interface, borrower
         _host(*hosting, lambda: _explain(entry, join, line, (snapshots, version), machines), stopped)
     finally:
@@ -111,7 +118,7 @@ def _host(
                         f"The present host of run {entry.run!r} has not reached this one at {entry.address} within "
                         f"{_START_S:g} s. Expected an address that all hosts reach. Give another --host."
                     )
-                time.sleep(_POLL_S)
+                time.sleep(_POLL * entry.lease_s)
                 health.keys = hosting.keys
                 overseer.check_servers()
             hosting.leave()
@@ -128,7 +135,12 @@ def _place(join: str) -> tuple[str, int]:
 
 
 def _entry(
-    run_id: str, transport: str, num_servers: int, address: tuple[str, int], join: tuple[str, int] | None
+    run_id: str,
+    transport: str,
+    num_servers: int,
+    address: tuple[str, int],
+    join: tuple[str, int] | None,
+    lease_s: float,
 ) -> HostEntry:
     """What this host publishes first. Raises a ``LaunchError`` if there is no such run at the address to ``join``."""
     from lightning_asgd.environment import joined
@@ -137,7 +149,7 @@ def _entry(
 
     me = joined(*address)
     if join is None:
-        return HostEntry(run_id, transport, num_servers, me, term=1, present=me, hosts=(me,))
+        return HostEntry(run_id, transport, num_servers, me, term=1, present=me, hosts=(me,), lease_s=float(lease_s))
     until = time.monotonic() + _START_S
     while not isinstance(found := ask_host(*join), HostEntry):
         if time.monotonic() > until:
@@ -146,13 +158,14 @@ def _entry(
                 "there, with the same secret. Start it, or check --join and the network."
             )
         time.sleep(_POLL_S)
-    if (found.run, found.transport) != (run_id, transport) or num_servers not in (1, found.servers):
+    same = (found.run, found.transport) == (run_id, transport)
+    if not same or num_servers not in (1, found.servers) or lease_s not in (_LEASE_S, found.lease_s):
         raise LaunchError(
-            f"{joined(*join)} hosts run_id={found.run!r} with transport={found.transport!r} and "
-            f"num_servers={found.servers}. Expected the same here, where run_id={run_id!r}, transport={transport!r} "
-            f"and num_servers={num_servers}."
+            f"{joined(*join)} hosts run_id={found.run!r} with transport={found.transport!r}, "
+            f"num_servers={found.servers} and lease_s={found.lease_s:g}. Expected the same here, where "
+            f"run_id={run_id!r}, transport={transport!r}, num_servers={num_servers} and lease_s={lease_s:g}."
         )
-    return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,))
+    return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,), lease_s=found.lease_s)
 
 
 def _settings(entry: HostEntry, interface: str, snapshots: Path | None, snapshot_every_s: float) -> ServerSettings:
@@ -163,7 +176,7 @@ def _settings(entry: HostEntry, interface: str, snapshots: Path | None, snapshot
     return ServerSettings(interface, entry.transport, **about)
 
 
-def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float) -> None:
+def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> None:
     """Raise a ``ConfigurationError`` for a value that is out of range."""
     from lightning_asgd.config import seconds
     from lightning_asgd.errors import ConfigurationError
@@ -172,6 +185,7 @@ def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s
     seconds("snapshot_every_s", snapshot_every_s)
     whole("num_servers", num_servers)
     between("port", port, 0, 65535)
+    between("lease_s", lease_s, _SHORTEST_S, _LONGEST_S)
     if not run_id:
         raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
     if host in ("", "0.0.0.0", "::"):

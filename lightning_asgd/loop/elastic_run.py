@@ -33,10 +33,11 @@ __all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 1.0  # at most between two heartbeats where another host may take over: they extend the present one's lease
-_SILENT_S = 1.5  # without an answer, after which a worker looks for another host
-_LOOK_S = 5.0  # for which it looks before the next heartbeat
-_PAUSE_S = 0.3
+# Parts of the lease of a host, where another one may take over.
+_BEAT = 0.4  # at most between two heartbeats: they extend the lease
+_SILENT = 0.6  # without an answer, after which a worker looks for another host
+_LOOK = 2.0  # for which it looks before the next heartbeat
+_PAUSE = 0.12
 
 
 class ElasticFleet(Fleet):
@@ -105,8 +106,8 @@ class ElasticFleet(Fleet):
         except ASGDError as error:  # such as a lost coordinator; a server then misses their heartbeats
             log.info("Worker %d could not report which workers of this machine have died: %s", worker, error)
         about = (self._tell, self.board, self.attachment.note_chief, heard)
-        several = self._has_several_hosts()
-        every_s = _BEAT_S if several else math.inf
+        several, finder = self._has_several_hosts(), self._job.finder
+        every_s = _BEAT * finder.lease_s if several and finder is not None else math.inf
         self._heartbeat = HeartbeatThread(
             self.client, self._config.timeouts.silence_s, *about, at_least_every_s=every_s
         )
@@ -134,12 +135,13 @@ class ElasticFleet(Fleet):
     def _look_for_host(self, silent_s: float) -> None:
         """The coordinator does not answer: its machine may be lost, though no connection has broken."""
         finder, recovery = self._job.finder, self._recovery
-        if finder is None or not finder.several or recovery is None or silent_s < _SILENT_S:
+        if finder is None or not finder.several or recovery is None or silent_s < _SILENT * finder.lease_s:
             return
-        replaced, term, until = tuple(self.client.connection.replaced), finder.term, time.monotonic() + _LOOK_S
+        replaced, term = tuple(self.client.connection.replaced), finder.term
+        until, pause_s = time.monotonic() + _LOOK * finder.lease_s, _PAUSE * finder.lease_s
         try:
             while finder.look() is None and time.monotonic() < until:
-                time.sleep(_PAUSE_S)
+                time.sleep(pause_s)
         except Exception:  # else the heartbeats would end, and no message would say why
             log.exception("Worker %d could not look for another host of the run.", self.client.connection.worker)
         if finder.term != term:

@@ -12,8 +12,10 @@ from lightning_asgd.transports.addresses import listens
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = [
+    "CALL",
     "HOST_KEY",
     "JOIN_KEY",
+    "LEASE_S",
     "STOP_KEY",
     "VOTED_KEY",
     "HostEntry",
@@ -28,7 +30,11 @@ HOST_KEY = "host"
 JOIN_KEY = "host that joins"
 STOP_KEY = "host to stop"
 VOTED_KEY = "latest vote"
-_CALL_S = 1.0  # for a connection, and for a call
+LEASE_S = 2.5
+"""For which the present host serves without hearing from others, unless ``serve`` is given another time."""
+_LONGEST_S = 600.0
+CALL = 0.4
+"""The part of that time for a connection to a host, and for a call."""
 
 
 def vote_of(worker: int) -> str:
@@ -50,6 +56,7 @@ class HostEntry:
     workers: tuple[int, ...] = ()  # those that elect the next host
     ready: bool = False  # whether it could take over
     campaigns: bool = False  # whether it may be about to take over
+    lease_s: float = LEASE_S  # for which the present host serves without hearing from others
 
     @property
     def serves(self) -> bool:
@@ -75,9 +82,14 @@ class HostEntry:
                 "workers": [*workers],
                 "ready": bool(ready),
                 "campaigns": bool(campaigns),
-            } if all(is_address(each) for each in (address, *hosts)) and all(isinstance(n, int) for n in workers):
+                "lease_s": float(lease_s),
+            } if (
+                0 < lease_s <= _LONGEST_S
+                and all(is_address(each) for each in (address, *hosts))
+                and all(isinstance(n, int) for n in workers)
+            ):
                 about = run, transport, servers, address, term, present, tuple(hosts), tuple(workers)
-                return cls(*about, ready, campaigns)
+                return cls(*about, ready, campaigns, lease_s)
         return None
 
 
@@ -90,19 +102,19 @@ def is_address(found: Any) -> bool:
 
 
 @contextlib.contextmanager
-def reach_host(host: str, port: int) -> Iterator[Rendezvous]:
+def reach_host(host: str, port: int, lease_s: float = LEASE_S) -> Iterator[Rendezvous]:
     """A short connection to a host's rendezvous. Raises a ``RuntimeError`` if the host does not answer soon."""
-    with Rendezvous.connect(host, port, _CALL_S, elsewhere=True) as there:
+    with Rendezvous.connect(host, port, CALL * lease_s, elsewhere=True) as there:
         yield there
 
 
-def ask_host(host: str, port: int) -> HostEntry | bool | None:
+def ask_host(host: str, port: int, lease_s: float = LEASE_S) -> HostEntry | bool | None:
     """A host's entry; False if its process has ended, None if it does not answer, True if it publishes none."""
-    listening = listens(host, port)
+    listening = listens(host, port, CALL * lease_s)
     if not listening:
         return listening
     try:
-        with reach_host(host, port) as there:
+        with reach_host(host, port, lease_s) as there:
             return HostEntry.of(there.peek(HOST_KEY, dict)) or True
     except RuntimeError:
         return None

@@ -1,7 +1,7 @@
 """Servers of one elastic run on several machines: hosts that stand by lend some of theirs to the host that serves.
 
 The present host *borrows*: it orders other hosts to start servers, and publishes their addresses beside those of its
-own. A lender has a lease: its lent servers live for ``LEASE_S`` after it last reached the present host, and not longer
+own. A lender has a lease: its lent servers live for ``lease_s`` after it last reached the present host, and not longer
 than this one serves. So when the present host has not heard a lender for longer than that, the lent servers are gone,
 and it starts others in their place, which are restored from the workers' copies. A host that takes over uses servers of
 its own only.
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_asgd.processes.host_entry import HostEntry
-from lightning_asgd.processes.run_host import LEASE_S
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
@@ -73,7 +72,7 @@ class ServerLender:
         """
         order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
         given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
-        due = given and now <= reached_at + LEASE_S
+        due = given and now <= reached_at + entry.lease_s
         if self._servers is not None and (not due or order != self._order or self._replaced):
             log.warning(
                 "This host has ended the servers that it lent to %s, which is lost, unreachable, or needs them no "
@@ -133,18 +132,18 @@ class ServerBorrower:
     """The servers that other hosts lend to this one.
 
     Args:
-        rendezvous: of this host.
+        entry: of this host.
+        rendezvous: its own.
         settings: of servers.
-        servers: of the run.
-        machines: among which they are divided, with this one.
+        machines: among which the run's servers are divided, with this one.
     """
 
-    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, servers: int, machines: int) -> None:
-        self._rendezvous, self._settings = rendezvous, settings
+    def __init__(self, entry: HostEntry, rendezvous: Rendezvous, settings: ServerSettings, machines: int) -> None:
+        self._rendezvous, self._settings, self._lease_s = rendezvous, settings, entry.lease_s
         self._lock = threading.Lock()  # of the blocks: each lender is read in a thread
         self._blocks: list[_Block] = []
         for machine in range(1, machines):
-            numbers = servers_of_machine(servers, machines, machine)
+            numbers = servers_of_machine(entry.servers, machines, machine)
             self._blocks.append(_Block(numbers, [f"server/lent/{number}" for number in numbers]))
 
     @property
@@ -208,7 +207,7 @@ class ServerBorrower:
             renewal = self._rendezvous.peek(_renewal_of(block.lender))
             if renewal != block.renewal:
                 block.renewal, block.renewed_at = renewal, now
-            elif now > block.renewed_at + LEASE_S + _MARGIN_S:
+            elif now > block.renewed_at + self._lease_s + _MARGIN_S:
                 self._replace(block)
 
     def _replace(self, block: _Block) -> None:

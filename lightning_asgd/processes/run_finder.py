@@ -10,7 +10,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from lightning_asgd.environment import joined, parted
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes.host_entry import HOST_KEY, VOTED_KEY, HostEntry, ask_host, reach_host, vote_of
+from lightning_asgd.processes.host_entry import (
+    HOST_KEY,
+    LEASE_S,
+    VOTED_KEY,
+    HostEntry,
+    ask_host,
+    reach_host,
+    vote_of,
+)
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["RunFinder"]
@@ -21,9 +29,9 @@ _PAUSE_S = 0.2
 _LAPSE_S = 6.0  # after which no host counts a vote: five seconds after it has seen it
 
 
-def _cast(way: Way, worker: int, vote: list[int]) -> bool:
+def _cast(way: Way, worker: int, vote: list[int], lease_s: float) -> bool:
     """Publish a vote at a host. Returns whether the host has it."""
-    with contextlib.suppress(RuntimeError), reach_host(*way) as there:
+    with contextlib.suppress(RuntimeError), reach_host(*way, lease_s) as there:
         there.put(vote_of(worker), vote)
         there.put(VOTED_KEY, [worker, *vote])  # the host reads the votes when this changes
         return True
@@ -35,24 +43,27 @@ class RunFinder:
 
     Args:
         given: addresses of hosts, of which at least one has to live when the worker joins.
-        ask: a host's entry; False if its process has ended, None if it does not answer, True if it publishes none.
+        ask: a host's entry; False if its process has ended, None if it does not answer, True if it publishes none. How
+            long it waits depends on the host's lease.
         cast: publishes a vote at a host; returns whether the host has it.
         clock: seconds.
 
     Attributes:
         worker: this worker's number, once it has one.
         term: of the host whose servers it uses; 0 before it knows any.
+        lease_s: of that host.
     """
 
     def __init__(
         self,
         given: Sequence[Way],
         *,
-        ask: Callable[[str, int], HostEntry | bool | None] = ask_host,
-        cast: Callable[[Way, int, list[int]], bool] = _cast,
+        ask: Callable[[str, int, float], HostEntry | bool | None] = ask_host,
+        cast: Callable[[Way, int, list[int], float], bool] = _cast,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.worker = self.term = 0
+        self.lease_s = LEASE_S
         self._given = tuple(given)
         self._ways = {joined(*way): way for way in given}  # by the address that a host has for itself, once it is known
         self._hosts: tuple[str, ...] = ()  # in the order in which they are candidates
@@ -117,7 +128,7 @@ class RunFinder:
     def is_lost(self) -> bool:
         """Whether the present host does not serve any more, as far as this worker sees."""
         way = self._ways.get(self._present)
-        answer = None if way is None else self._ask(*way)
+        answer = None if way is None else self._ask(*way, self.lease_s)
         return not (isinstance(answer, HostEntry) and self._is_next(answer))
 
     def _is_next(self, entry: HostEntry) -> bool:
@@ -127,7 +138,7 @@ class RunFinder:
         """What all hosts answer, as they do."""
         asks = ThreadPoolExecutor(len(self._ways))
         try:
-            names = {asks.submit(self._ask, *way): name for name, way in self._ways.items()}
+            names = {asks.submit(self._ask, *way, self.lease_s): name for name, way in self._ways.items()}
             for each in as_completed(names):
                 yield names[each], each.result()
         finally:
@@ -142,7 +153,7 @@ class RunFinder:
         return entry.address
 
     def _use(self, entry: HostEntry) -> Way:
-        self.term, self._present, self._hosts = entry.term, entry.address, entry.hosts
+        self.term, self._present, self._hosts, self.lease_s = entry.term, entry.address, entry.hosts, entry.lease_s
         return self._ways[entry.address]
 
     def _withdraws(self, entry: HostEntry) -> bool:
@@ -150,7 +161,7 @@ class RunFinder:
         if entry.term > self.term or not self._voted_for or self._clock() > self._voted_at + _LAPSE_S:
             return True
         self._votes += 1
-        if not self._cast(self._ways[self._voted_for], self.worker, [0, self._votes]):
+        if not self._cast(self._ways[self._voted_for], self.worker, [0, self._votes], self.lease_s):
             return False
         self._voted_for = ""
         return True
@@ -166,5 +177,5 @@ class RunFinder:
         if not candidate or (self._votes and candidate != self._voted_for and recent):
             return
         self._voted_for, self._voted_at, self._votes = candidate, self._clock(), self._votes + 1
-        self._cast(self._ways[candidate], self.worker, [self.term, self._votes])
+        self._cast(self._ways[candidate], self.worker, [self.term, self._votes], self.lease_s)
         self._voted_at = self._clock()  # the host counts from its arrival

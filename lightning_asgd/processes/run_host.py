@@ -4,7 +4,7 @@ Pure: no network, no threads, time as an argument. The *present host* serves, th
 the present host, they vote for a standby host, which takes over once it has the votes of more than half of them.
 
 Two hosts must not serve at once. So the present host has a *lease*, which is not one of data: it may serve for
-``LEASE_S`` after the last moment at which it knew that no other host had taken over. It knows that if every standby
+``lease_s`` after the last moment at which it knew that no other host had taken over. It knows that if every standby
 host has answered that it does not campaign, or if it has heard more than half of the workers: when these were heard,
 they had not voted for another host. When the lease is over, the present host kills its servers. A candidate that
 cannot reach the present host waits until then. It takes over at once if the present host's process has ended, or has
@@ -20,18 +20,18 @@ from enum import Enum
 
 from lightning_asgd.processes.host_entry import HostEntry
 
-__all__ = ["LEASE_S", "Action", "RunHost"]
+__all__ = ["Action", "RunHost"]
 
-LEASE_S = 2.5
-"""For which the present host serves without hearing from others; workers send heartbeats more often."""
-_MARGIN_S = 0.5  # for killing servers, and for clocks of different speeds
+# Parts of the lease.
+_MARGIN = 0.2  # for killing servers, and for clocks of different speeds
+_FRESH = 0.6  # for which an answer says that a host is reachable
+_PAUSED = 0.8  # a longer time between two steps: this process was suspended
+
 _VOTE_S = 5.0  # that a vote counts if it is not renewed
-_FRESH_S = 1.5  # for which an answer says that a host is reachable
 _UNLIST_S = 10.0  # without an answer, after which a host is not named any more
 _FORGET_S = 60.0  # without the present host, after which a standby host may not take over any more
 _ARRIVE_S = 30.0  # for workers to come to a host that has taken over
 _MOST = 4096  # workers that elect hosts; an entry of the rendezvous has a limit
-_PAUSED_S = 2.0  # a longer time between two steps: this process was suspended
 
 
 class Action(Enum):
@@ -85,7 +85,7 @@ class RunHost:
         self._votes: dict[int, _Vote] = {}
         self._present_at = now  # when the present host was last known to serve
         self._campaigns_at = math.inf  # since when others can see that this one may take over
-        self._sure_until = now + LEASE_S
+        self._sure_until = now + entry.lease_s
         self._awaits_workers = False  # after a takeover
         self._stepped_at = now
         for address in entry.hosts:
@@ -122,7 +122,7 @@ class RunHost:
         if known is not None and (known.term, known.number) == (term, number):
             return
         renewed = known is not None and known.term == term and now <= known.at + _VOTE_S
-        seen_late = now > self._stepped_at + _PAUSED_S  # it may be an old one
+        seen_late = now > self._stepped_at + _PAUSED * self.entry.lease_s  # it may be an old one
         at = -math.inf if seen_late else now
         self._votes[worker] = _Vote(term, number, known.since if renewed and known is not None else at, at)
 
@@ -184,7 +184,7 @@ class RunHost:
         if self._awaits_workers and by_workers > -math.inf:
             self._awaits_workers, self._sure_until = False, now
         confirmed = min((sight.confirmed_at for sight in standing_by), default=now)
-        self._sure_until = max(self._sure_until, max(confirmed, by_workers) + LEASE_S)
+        self._sure_until = max(self._sure_until, max(confirmed, by_workers) + self.entry.lease_s)
         if now > self._sure_until:
             return Action.STOP
         if not self._awaits_workers and all(workers == self.entry.workers for workers in electors):
@@ -198,7 +198,7 @@ class RunHost:
     def _list(self, now: float) -> None:
         """Name the hosts that answer, which may take over; forget those that may not any more."""
         for address, sight in list(self._sights.items()):
-            if not sight.ended and -math.inf < sight.confirmed_at < now - _UNLIST_S - _FORGET_S - LEASE_S:
+            if not sight.ended and -math.inf < sight.confirmed_at < now - _UNLIST_S - _FORGET_S - self.entry.lease_s:
                 del self._sights[address]
         present = {a for a, s in self._sights.items() if not s.ended and now <= s.confirmed_at + _UNLIST_S}
         present.add(self.entry.address)
@@ -211,7 +211,7 @@ class RunHost:
     def _stand_by(self, now: float) -> Action:
         self._adopt(now)
         present = self._sights.get(self.entry.present)
-        reachable = present is not None and not present.ended and now <= present.asked_at + _FRESH_S
+        reachable = present is not None and not present.ended and now <= present.asked_at + _FRESH * self.entry.lease_s
         serves = reachable and present is not None and present.entry is not None and present.entry.serves
         over = present is None or present.ended or (reachable and not serves)
         was_known = self.entry.campaigns
@@ -226,7 +226,7 @@ class RunHost:
         if serves:
             self.rival, self.rival_term = self.entry.present, self.entry.term
             return Action.ASK_TO_STOP
-        if not over and now < max(self._campaigns_at, elected_at) + LEASE_S + _MARGIN_S:
+        if not over and now < max(self._campaigns_at, elected_at) + (1 + _MARGIN) * self.entry.lease_s:
             return Action.NOTHING
         self._take_over(now)
         return Action.SERVE

@@ -7,6 +7,7 @@ network's side of a message costs, and a GB of parameters, is measured on a serv
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,8 @@ __all__ = ["WORKERS", "ServerProcess", "measure", "server_process"]
 
 WORKERS = (16, 64, 256, 1024)
 _STEPS, _BATCH = 6, 32  # of a simulated worker's part of an epoch, and samples of a step
-_SCALARS, _MANY = 1000, 4_000_000  # of a shard
+_SCALARS = 1000  # of a small shard
+_SIZES = (250_000, 4_000_000)  # of shards whose bytes are timed: a byte of a small one costs more
 _LEAST_S, _REPEATS = 0.5, 3  # of a measurement: the system counts CPU time in hundredths of a second
 _START_S = 60.0
 _KINDS = {LeaseRequest: "claim_s", Exchange: "exchange_s", Heartbeat: "beat_s", Contribution: "contribution_s"}
@@ -193,6 +195,7 @@ def _of_process() -> ServerCosts:
         connection, exchange = server.worker(_SCALARS)
         beat_s = server.cpu_s(lambda: connection.ask(COORDINATOR, Heartbeat(*connection.sender)))
         small_s = server.cpu_s(exchange)
-        large_s = server.cpu_s(server.worker(_MANY)[1])
-    nbytes = 4 * (_MANY - _SCALARS)
-    return ServerCosts(beat_s=beat_s, exchange_s=small_s, gbyte_s=nbytes / max(large_s - small_s, 1e-9) / 1e9)
+        speeds = [
+            4 * (size - _SCALARS) / max(server.cpu_s(server.worker(size)[1]) - small_s, 1e-9) / 1e9 for size in _SIZES
+        ]
+    return ServerCosts(beat_s=beat_s, exchange_s=small_s, gbyte_s=statistics.geometric_mean(speeds))

@@ -78,10 +78,10 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family_of(address), backlog=_BACKLOG)
 
 
-def listens(host: str, port: int) -> bool | None:
+def listens(host: str, port: int, within_s: float = _GRACE_S) -> bool | None:
     """Whether a process listens there; None if the machine does not answer, which proves nothing."""
     try:
-        with socket.create_connection((host, port), timeout=_GRACE_S):
+        with socket.create_connection((host, port), timeout=within_s):
             return True
     except ConnectionRefusedError:
         return False

@@ -68,7 +68,7 @@ class ZmqServer(Loop):
         self._authenticator.start()
         self._authenticator.configure_curve_callback(credentials_provider=only_theirs)
         self._socket = self.context.socket(zmq.ROUTER)
-        secure(self._socket)
+        secure(self._socket, beats=False)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker behind a gateway has the same routing id again
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)

@@ -40,7 +40,7 @@ _FRAME = 4 << 20  # bytes
 _LARGEST = _FRAME + (1 << 16)  # a frame with what CURVE adds
 _HEADER = 4 << 20
 _SMALL, _TOGETHER = 4096, 1024  # bytes of buffers that share a frame, and how many do: no frame is larger than _FRAME
-_BEAT_MS, _SILENT_MS = 2000, 20_000  # of ZeroMQ's own heartbeats, which detect lost machines
+_BEAT_MS, _SILENT_MS = 5000, 20_000  # of ZeroMQ's own heartbeats, which detect lost machines
 _TICK_MS = 100
 
 
@@ -64,14 +64,16 @@ def keys_of(secret: str) -> Keys:
     return Keys(*pair(b"asgd server"), *pair(b"asgd worker"))
 
 
-def secure(sock: Any) -> None:
-    """Settings of both ends."""
+def secure(sock: Any, *, beats: bool) -> None:
+    """Settings of both ends, of which one ``beats``: the other would double the work of a server with many workers."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     sock.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+    if beats:
+        sock.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
+        sock.setsockopt(zmq.HEARTBEAT_TTL, _SILENT_MS)  # for the other end
 
 
 class Loop:

@@ -161,7 +161,7 @@ class _Connection:
         self._failed = 0  # consecutive handshakes
         self._connected = False
         self._socket = loop.context.socket(zmq.DEALER)
-        secure(self._socket)
+        secure(self._socket, beats=True)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # unsent messages stay here
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_asgd.processes import lent_servers
-from lightning_asgd.processes.host_entry import HostEntry
+from lightning_asgd.processes.host_entry import LEASE_S, HostEntry
 from lightning_asgd.processes.lent_servers import ServerBorrower, ServerLender, servers_of_machine
-from lightning_asgd.processes.run_host import LEASE_S
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -72,9 +71,9 @@ class World:
     def __init__(self, servers: int, machines: int) -> None:
         self.now, self.hosts = 100.0, [f"h{number}:1" for number in range(1, machines)]
         self.places = {name: Rendezvous(Store()) for name in ("h0:1", *self.hosts)}  # type: ignore[arg-type]
-        self.borrower = ServerBorrower(self.places["h0:1"], ServerSettings(), servers, machines)
         self.lenders = {name: ServerLender(self.places[name], ServerSettings(), name) for name in self.hosts}
         self.entry = HostEntry("r", "zmq", servers, "", term=1, present="h0:1", ready=True)
+        self.borrower = ServerBorrower(self.entry, self.places["h0:1"], ServerSettings(), machines)
         self.reached = dict.fromkeys(self.hosts, self.now)
         self.cut: set[str] = set()
         self.announced = False

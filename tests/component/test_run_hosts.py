@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes.host_entry import HostEntry
+from lightning_asgd.processes.host_entry import LEASE_S, HostEntry
 from lightning_asgd.processes.run_finder import RunFinder
-from lightning_asgd.processes.run_host import LEASE_S, Action, RunHost
+from lightning_asgd.processes.run_host import Action, RunHost
 
 STEP_S, BEAT_S, LOOK_S = 0.2, 1.0, 0.4
 
@@ -18,10 +18,11 @@ STEP_S, BEAT_S, LOOK_S = 0.2, 1.0, 0.4
 class Host:
     """A ``serve`` process: its decisions, what is in its rendezvous, and whether its servers serve."""
 
-    def __init__(self, number: int, now: float, *, first: bool, joins: str = "") -> None:
+    def __init__(self, number: int, now: float, *, first: bool, joins: str = "", lease_s: float = LEASE_S) -> None:
         self.address = f"h{number}:1"
         hosts = (self.address,) if first else (joins,)
-        entry = HostEntry("r", "zmq", 1, self.address, int(first), self.address if first else "", hosts)
+        about = int(first), self.address if first else "", hosts
+        entry = HostEntry("r", "zmq", 1, self.address, *about, lease_s=lease_s)
         self.core = RunHost(entry, now)
         self.published, self.serves, self.alive = entry, first, True
         self.votes: dict[int, list[int]] = {}
@@ -38,9 +39,11 @@ class Host:
 class World:
     """Hosts and workers on machines of their own; links between any two of them can be cut."""
 
-    def __init__(self, hosts: int, workers: int, seed: int = 0) -> None:
+    def __init__(self, hosts: int, workers: int, seed: int = 0, lease_s: float = LEASE_S) -> None:
         self.now, self.chance = 0.0, random.Random(seed)
-        self.hosts = [Host(n, 0.0, first=n == 0, joins="h0:1") for n in range(hosts)]
+        parts = (each * lease_s / LEASE_S for each in (STEP_S, BEAT_S, LOOK_S))
+        self.step_s, self.beat_s, self.look_s = parts
+        self.hosts = [Host(n, 0.0, first=n == 0, joins="h0:1", lease_s=lease_s) for n in range(hosts)]
         self.cuts: set[frozenset[str]] = set()
         self.served: list[list[str]] = []
         self.workers: dict[int, RunFinder] = {}
@@ -55,13 +58,13 @@ class World:
         name = f"w{number}"
         ways = [(address.split(":")[0], 1) for address in given or (self.hosts[0].address,)]
 
-        def ask(host: str, port: int) -> HostEntry | bool | None:
+        def ask(host: str, port: int, lease_s: float) -> HostEntry | bool | None:
             there = self.at(host)
             if self.is_cut(name, there.address):
                 return None
             return there.published if there.alive else False
 
-        def cast(way: tuple[str, int], worker: int, vote: list[int]) -> bool:
+        def cast(way: tuple[str, int], worker: int, vote: list[int], lease_s: float) -> bool:
             there = self.at(way[0])
             arrives = there.alive and not self.is_cut(name, there.address)
             if arrives:
@@ -101,7 +104,7 @@ class World:
             for number, finder in self.workers.items():
                 self._work(number, finder)
             self.served.append([h.address for h in self.hosts if h.serves and h.has_workers])
-            self.now += STEP_S
+            self.now += self.step_s
 
     def _step(self, host: Host) -> None:
         for other in self.hosts:
@@ -132,16 +135,16 @@ class World:
         mine = self.at(finder._present.split(":")[0])
         reached = not self.is_cut(f"w{number}", mine.address) and mine.serves
         if reached and mine.core.entry.term == finder.term and number not in self.searching:
-            if self.now >= self.beats[number] + BEAT_S:
+            if self.now >= self.beats[number] + self.beat_s:
                 self.beats[number] = self.now
                 mine.heard[number] = self.now
-        elif self.now >= self.beats[number] + BEAT_S and self.now >= self.looks[number] + LOOK_S:
+        elif self.now >= max(self.beats[number] + self.beat_s, self.looks[number] + self.look_s):
             self.looks[number] = self.now
             (self.searching.add if finder.look() is None else self.searching.discard)(number)
 
     def twice_s(self) -> float:
         """For how long more than one host has served, and had the workers without whose reports servers do nothing."""
-        return STEP_S * sum(len(serving) > 1 for serving in self.served)
+        return self.step_s * sum(len(serving) > 1 for serving in self.served)
 
 
 def test_the_first_host_serves_and_all_know_it() -> None:
@@ -177,6 +180,18 @@ def test_a_host_whose_machine_vanishes_is_replaced_once_its_lease_is_over() -> N
     assert world.serving == [], "without standby hosts and workers the first one has killed its servers"
     world.run(3.0)
     assert world.serving == ["h1:1"]
+    assert world.twice_s() == 0
+
+
+def test_with_a_lease_of_a_second_256_workers_have_another_host_within_three() -> None:
+    world = World(3, 256, lease_s=1.0)
+    for finder in world.workers.values():
+        finder.look()
+    assert {finder.lease_s for finder in world.workers.values()} == {1.0}
+    world.cut(["h0:1"])
+    world.run(3.0)
+    assert world.serving == ["h1:1"]
+    assert {finder.term for finder in world.workers.values()} == {2}
     assert world.twice_s() == 0
 
 
