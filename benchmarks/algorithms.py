@@ -70,6 +70,7 @@ from lightning_asgd.algorithms import (
     Rennala,
     ScaleByStaleness,
     SoftSync,
+    SparseLoCo,
     StalenessAware,
     StaleSynchronous,
     StreamingDiLoCo,
@@ -86,7 +87,7 @@ SHOWN = {  # in the picture, with colours of the common palette
     "ASGD('sum'), GapAware": "orange",
     "EASGD": "green",
     "LocalSGD": "purple",
-    "DelayedNesterov(lr=0.1), DynamicSteps": "teal",
+    "SparseLoCo": "teal",
     "LayerWise": "grey",
     "Hogwild": "gold",
     "Downpour, adam": "rose",
@@ -184,9 +185,10 @@ def entries() -> dict[str, Entry]:
         "DiLoCo": Entry(DiLoCo(), group="mean"),
         "StreamingDiLoCo": Entry(StreamingDiLoCo(), group="mean"),
         "DelayedNesterov, DynamicSteps": Entry(DelayedNesterov(transforms=[DynamicSteps()]), group="mean"),
-        "DelayedNesterov(lr=0.1), DynamicSteps": Entry(
-            DelayedNesterov(lr=0.1, transforms=[DynamicSteps()]), group="mean"
+        "DelayedNesterov(momentum=0.9), DynamicSteps": Entry(
+            DelayedNesterov(momentum=0.9, transforms=[DynamicSteps()]), group="mean"
         ),
+        "SparseLoCo": Entry(SparseLoCo(), group="mean"),
         "LayerWise": Entry(LayerWise(), group="mean"),
         "LayerWise(delay=1)": Entry(LayerWise(1), group="mean"),
         "LayerWise(delay=1, compensate=False)": Entry(LayerWise(1, compensate=False), group="mean"),

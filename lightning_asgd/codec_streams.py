@@ -21,7 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression import Compression, Int8
+from lightning_asgd.compression.codes import Int8
+from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import is_finite
 
@@ -66,7 +67,7 @@ class Updates:
         residual = self._residual.get(group)
         if residual is None:
             residual = self._residual[group] = torch.zeros_like(buffer)
-        buffer.add_(residual)
+        buffer.add_(residual, alpha=self.compression.decay)
         coded = self.compression.encode(buffer)
         self.compression.decode(coded, residual)
         torch.sub(buffer, residual, out=residual)
@@ -210,7 +211,7 @@ class CodecState(NamedTuple):
     @classmethod
     def of(cls, compression: Compression, groups: Groups) -> CodecState:
         """New ones."""
-        return cls(Updates(compression, groups), Weights(compression, groups), SyncPointCodec(groups))
+        return cls(Updates(compression, groups), Weights(compression.downward, groups), SyncPointCodec(groups))
 
 
 def streams(

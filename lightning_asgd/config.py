@@ -134,13 +134,6 @@ class ExchangeConfig:
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
         _check_others(timeouts, offload, rule)
-        code = find_compression(compression)
-        if code is not None and not rule.compressible:
-            raise ConfigurationError(
-                f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
-                "workers push differences or gradients and take the servers' weights, such as ASGD: with these, later "
-                "pushes make up for what a code loses."
-            )
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
@@ -150,10 +143,27 @@ class ExchangeConfig:
             overlap=rule.overlap if overlap is None else overlap,
             max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
             timeouts=timeouts or Timeouts(),
-            compression=code,
+            compression=_code(compression, rule),
             snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
             offload=offload,
         )
+
+
+def _code(compression: Any, rule: Algorithm) -> Compression | None:
+    """The code of pushes: the algorithm's own, or the one that the user chooses."""
+    code = find_compression(compression)
+    if code is not None and rule.code is not None:
+        raise ConfigurationError(
+            f"compression={compression!r} was given with {type(rule).__name__}, which has a code of its own. Expected "
+            "none."
+        )
+    if code is not None and not rule.compressible:
+        raise ConfigurationError(
+            f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
+            "workers push differences or gradients and take the servers' weights, such as ASGD: with these, later "
+            "pushes make up for what a code loses."
+        )
+    return code or rule.code
 
 
 def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:

@@ -16,6 +16,7 @@ from lightning_asgd.algorithms.layerwise import LayerWise
 from lightning_asgd.algorithms.recipes import recipe
 from lightning_asgd.algorithms.rounds import Barrier, WarmStart
 from lightning_asgd.algorithms.sgmcmc import SGMCMC, ElasticSGMCMC
+from lightning_asgd.algorithms.sparse_loco import SparseLoCo
 from lightning_asgd.algorithms.staleness import (
     DelayCompensation,
     DropStale,
@@ -51,6 +52,7 @@ __all__ = [
     "Rennala",
     "ScaleByStaleness",
     "SoftSync",
+    "SparseLoCo",
     "StaleSynchronous",
     "StalenessAware",
     "StreamingDiLoCo",
@@ -72,6 +74,7 @@ _NAMED: dict[str, type[Algorithm]] = {
     "hogwild": Hogwild,
     "layerwise": LayerWise,
     "local_sgd": LocalSGD,
+    "sparse_loco": SparseLoCo,
     "streaming_diloco": StreamingDiLoCo,
     "sgmcmc": SGMCMC,
 }

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import Configurable
 
@@ -217,8 +218,6 @@ class Algorithm(Configurable):
 
     payload: ClassVar[Payload] = Payload.DELTA
     answer: ClassVar[Answer] = Answer.WEIGHTS
-    chunked: ClassVar[bool] = True
-    """Whether :meth:`apply` may be called with pieces of the vectors."""
     overlap: ClassVar[bool] = True
     """The default of ``overlap``: whether workers train while an exchange is in flight."""
     always: ClassVar[tuple[Transform, ...]] = ()
@@ -249,9 +248,19 @@ class Algorithm(Configurable):
         return any(t.waits for t in self.transforms)
 
     @property
+    def chunked(self) -> bool:
+        """Whether :meth:`apply` may be called with pieces of the vectors."""
+        return True
+
+    @property
     def compressible(self) -> bool:
         """Whether pushes may be compressed, since what one loses is added to the next."""
         return self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
+
+    @property
+    def code(self) -> Compression | None:
+        """The code of pushes, where it is part of the algorithm; None to let users choose a compression."""
+        return None
 
     @property
     def fragments(self) -> int:

@@ -4,6 +4,9 @@ With :math:`D = w - x_i`, the *pseudo-gradient* of a worker, or the mean of all 
 
 .. math::  m \leftarrow B m + D, \qquad w \leftarrow w - \epsilon\,(D + B m)
 
+*B* is capped by default (:mod:`lightning_asgd.algorithms.outer_momentum`): 0.9 after long periods, and less after short
+ones, whose pseudo-gradients are so much alike that a momentum of 0.9 would make every step ten times as long.
+
 References:
     A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105,
     algorithm 1: outer learning rate 0.7, momentum 0.9, 500 steps.
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.asgd import factor
 from lightning_asgd.algorithms.base import Algorithm, Push, Transform
+from lightning_asgd.algorithms.outer_momentum import CAPPED, MOST, capped_factor, check_momentum
 from lightning_asgd.algorithms.rounds import Barrier
 from lightning_asgd.validation import at_least, between, whole
 
@@ -28,12 +32,57 @@ __all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
+class _OuterMomentum(Algorithm):
+    """What the algorithms of this file have in common.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: the outer momentum, or ``"capped"``.
+    """
+
+    lr: float = 0.7
+    momentum: float | str = CAPPED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        at_least(f"{name}(lr)", self.lr, 0, above=True)
+        check_momentum(f"{name}(momentum)", self.momentum)
+
+    @property
+    def chunked(self) -> bool:
+        """See :class:`Algorithm`: the cap depends on whole vectors."""
+        return self.momentum != CAPPED
+
+    def start(self, weights: Tensor) -> dict[str, Any]:
+        """See :class:`Algorithm`."""
+        slots: dict[str, Any] = {"momentum": torch.zeros_like(weights)}
+        if self.momentum == CAPPED:
+            slots["factor"] = torch.tensor(MOST, dtype=torch.float64)
+        return slots
+
+    def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
+        """See :class:`Algorithm`. A checkpoint of a fixed momentum has no factor."""
+        super().load(slots, {**{name: slots[name] for name in slots if name == "factor"}, **saved})
+
+    def latest_factor(self, slots: dict[str, Any]) -> float:
+        """The factor of the momentum for the latest update."""
+        return float(slots["factor"] if self.momentum == CAPPED else self.momentum)
+
+    def next_factor(self, slots: dict[str, Any], update: Tensor) -> float:
+        """The factor of the momentum for an update."""
+        if self.momentum == CAPPED:
+            slots["factor"].fill_(capped_factor(slots["momentum"], update, float(slots["factor"])))
+        return self.latest_factor(slots)
+
+
+@dataclass(frozen=True)
+class DiLoCo(_OuterMomentum):
     """All workers push after ``nsync`` steps; the servers take one Nesterov step along the mean.
 
     Args:
         lr: the outer learning rate.
-        momentum: the outer momentum. 0 with ``lr=1`` is :class:`LocalSGD`.
+        momentum: the outer momentum *B*, or ``"capped"``. 0 with ``lr=1`` is :class:`LocalSGD`; the paper has 0.9.
 
     State:
         ``momentum``, one vector per shard. The workers' own optimizers keep theirs.
@@ -42,26 +91,15 @@ class DiLoCo(Algorithm):
         always 0: workers wait for each other.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
-
     overlap: ClassVar[bool] = False
     always: ClassVar[tuple[Transform, ...]] = (Barrier(),)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("DiLoCo(lr)", self.lr, 0, above=True)
-        between("DiLoCo(momentum)", self.momentum, 0, 1)
-
-    def start(self, weights: Tensor) -> dict[str, Any]:
-        """See :class:`Algorithm`."""
-        return {"momentum": torch.zeros_like(weights)}
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -D."""
         update.mul_(factor("mean", push))
-        momentum = slots["momentum"].mul_(self.momentum).add_(update)
-        weights.add_(update.add_(momentum, alpha=self.momentum), alpha=self.lr)
+        part = self.next_factor(slots, update)
+        momentum = slots["momentum"].mul_(part).add_(update)
+        weights.add_(update.add_(momentum, alpha=part), alpha=self.lr)
 
 
 @dataclass(frozen=True)
@@ -108,7 +146,7 @@ class StreamingDiLoCo(DiLoCo):
 
 
 @dataclass(frozen=True)
-class DelayedNesterov(Algorithm):
+class DelayedNesterov(_OuterMomentum):
     r"""Asynchronous DiLoCo: every push moves the weights at once, the momentum only after every ``buffer`` pushes.
 
     .. math::
@@ -120,7 +158,7 @@ class DelayedNesterov(Algorithm):
 
     Args:
         lr: the outer learning rate :math:`\epsilon`.
-        momentum: the outer momentum *B*.
+        momentum: the outer momentum *B*, or ``"capped"``; the paper has 0.9.
         buffer: *K*; None for the number of workers.
         spread: *c* in [0, 1/K]: how much of the momentum is given to the pushes in between.
 
@@ -131,22 +169,18 @@ class DelayedNesterov(Algorithm):
         of a push is ignored; the momentum is the mean of K pushes, which a stale one cannot turn.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
     buffer: int | None = None
     spread: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("DelayedNesterov(lr)", self.lr, 0, above=True)
-        between("DelayedNesterov(momentum)", self.momentum, 0, 1)
         if self.buffer is not None:
             at_least("DelayedNesterov(buffer)", self.buffer, 1)
         between("DelayedNesterov(spread)", self.spread, 0, 1 if self.buffer is None else 1 / self.buffer)
 
     def start(self, weights: Tensor) -> dict[str, Any]:
         """See :class:`Algorithm`."""
-        return {"momentum": torch.zeros_like(weights), "sum": torch.zeros_like(weights)}
+        return {**super().start(weights), "sum": torch.zeros_like(weights)}
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -D."""
@@ -154,8 +188,10 @@ class DelayedNesterov(Algorithm):
         spread = min(self.spread, 1 / size)
         momentum, total = slots["momentum"], slots["sum"]
         total.add_(update)
+        part = self.latest_factor(slots)
         if (push.version + 1) % size == 0:
-            momentum.mul_(self.momentum).add_(total, alpha=1 / size)
+            part = self.next_factor(slots, total.div_(size))
+            momentum.mul_(part).add_(total)
             total.zero_()
             spread = 1 - spread * size + spread
-        weights.add_(update.div_(size).add_(momentum, alpha=spread * self.momentum), alpha=self.lr)
+        weights.add_(update.div_(size).add_(momentum, alpha=spread * part), alpha=self.lr)

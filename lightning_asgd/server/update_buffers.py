@@ -38,7 +38,8 @@ class Buffers:
         self._fragments.add(message.fragment)
         self._codes.pop(key, None)
         if message.compression is not None:
-            self._codes[key] = Updates(message.compression, groups), Weights(message.compression, groups)
+            downward = Weights(message.compression.downward, groups)
+            self._codes[key] = Updates(message.compression, groups), downward
         if message.shared is not None:
             before = self._blocks.pop(key, None)
             if before is not None:

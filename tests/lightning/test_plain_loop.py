@@ -264,6 +264,17 @@ with AsyncSGD(model, optimizer, nsync=2) as asgd:
             model(numbers).backward()
             optimizer.step()
 assert model.seen.tolist() == [2.0] * 20 and asgd.stats.exchanges > 3
+
+# A code that is part of the algorithm is used on the servers' machine too.
+model = torch.nn.Linear(4096, 2, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with AsyncSGD(model, optimizer, nsync=1, algorithm="sparse_loco") as asgd:
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 4096)).square().mean().backward()
+        optimizer.step()
+pushed = [each.bytes_pushed for each in asgd.stats.records if each.bytes_pushed]
+assert pushed and set(pushed) == {2 * (14 * 128 + 32) // 8}, pushed
 print(sorted(name for name in sys.modules if name.partition(".")[0] in {LIGHTNING}))
 """
 

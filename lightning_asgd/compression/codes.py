@@ -1,4 +1,4 @@
-"""Fewer bytes per exchange: lossy codes for vectors. The caller keeps what a code loses (``codec_streams.py``).
+"""Codes of 16 and 8 bits, and the largest values only.
 
 References:
     Dettmers, "8-Bit Approximations for Parallelism" (2016), for scales of blocks; Aji and Heafield, "Sparse
@@ -9,46 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import Configurable, between, whole
+from lightning_asgd.validation import between, whole
 
-__all__ = ["Cast", "Compression", "Int8", "TopK", "find", "find_compression"]
+__all__ = ["Cast", "Int8", "TopK"]
 
 _SAMPLE = 1 << 14  # values looked at to guess which are among the largest
-
-
-class Compression(Configurable):
-    """A code for vectors of floats."""
-
-    differences: ClassVar[bool] = True
-    """Whether servers send weights as differences."""
-
-    @property
-    def factor(self) -> float:
-        """Bytes of float32 values divided by those of the code."""
-        raise NotImplementedError
-
-    def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Code a vector.
-
-        Args:
-            values: shape ``(n,)``, finite; not changed.
-        """
-        raise NotImplementedError
-
-    def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
-        """Write what a code stands for.
-
-        Args:
-            coded: what :meth:`encode` returned.
-            out: shape ``(n,)``.
-        """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -179,28 +151,3 @@ class TopK(Compression):
         places, values = coded
         out.zero_()
         out[places.long()] = values.to(out.dtype)
-
-
-_NAMED = {"bf16": Cast("bfloat16"), "fp16": Cast("float16"), "int8": Int8(), "topk": TopK()}
-
-
-def find_compression(compression: Any) -> Compression | None:
-    """The compression that a user means.
-
-    Args:
-        compression: an object, the name of one, or None.
-
-    Raises:
-        ConfigurationError: there is no such compression.
-    """
-    if compression is None or isinstance(compression, Compression):
-        return compression
-    if isinstance(compression, str) and compression in _NAMED:
-        return _NAMED[compression]
-    raise ConfigurationError(
-        f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
-        f"{', '.join(sorted(_NAMED))}."
-    )
-
-
-find = find_compression  # its former name, for one release

@@ -1,0 +1,45 @@
+"""Fewer bytes per exchange: lossy codes for vectors. The caller keeps what a code loses (``codec_streams.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_asgd.compression.codes import Cast, Int8, TopK
+from lightning_asgd.compression.low_bits import Float4, Int2, Sign
+from lightning_asgd.compression.tiles import TopTiles
+from lightning_asgd.compression.vector_code import Compression
+from lightning_asgd.errors import ConfigurationError
+
+__all__ = ["Cast", "Compression", "Float4", "Int2", "Int8", "Sign", "TopK", "TopTiles", "find", "find_compression"]
+
+_NAMED: dict[str, Compression] = {
+    "bf16": Cast("bfloat16"),
+    "fp16": Cast("float16"),
+    "int8": Int8(),
+    "4bit": Float4(),
+    "2bit": Int2(),
+    "1bit": Sign(),
+    "topk": TopK(),
+}
+
+
+def find_compression(compression: Any) -> Compression | None:
+    """The compression that a user means.
+
+    Args:
+        compression: an object, the name of one, or None.
+
+    Raises:
+        ConfigurationError: there is no such compression.
+    """
+    if compression is None or isinstance(compression, Compression):
+        return compression
+    if isinstance(compression, str) and compression in _NAMED:
+        return _NAMED[compression]
+    raise ConfigurationError(
+        f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
+        f"{', '.join(sorted(_NAMED))}."
+    )
+
+
+find = find_compression  # its former name, for one release

@@ -1,0 +1,154 @@
+"""Codes of a few bits, beside what their definitions say value by value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_asgd.codec_streams import Updates
+from lightning_asgd.compression import Cast, Compression, Float4, Int2, Int8, Sign, TopTiles, find_compression
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.layout import Role
+from lightning_asgd.protocol import nbytes
+
+LOW = [Float4(), Int2(), Sign(), Float4(8), Int2(24)]
+SCALES = st.sampled_from([0.0, 1e-30, 1e-3, 1e4])
+
+
+def vector(n: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator) * 10 ** torch.randn(n, generator=generator)
+
+
+def decoded(code: Compression, values: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(values, 7.0)
+    code.decode(code.encode(values), out)
+    return out
+
+
+def by_hand(code: Compression, block: list[float], size: int) -> list[float]:
+    """What a block is decoded as; ``size`` counts the zeros with which a last block is filled up."""
+    if isinstance(code, Float4):
+        top = max(map(abs, block))
+        found = []
+        for value in block:
+            exponent = -math.inf if not value or not top else math.log2(abs(value) / top)
+            found.append(0.0 if exponent < -6.5 else math.copysign(2.0 ** round(exponent) * top, value))
+        return found
+    if isinstance(code, Int2):
+        step = 1.25 * sum(map(abs, block)) / size
+        return [math.copysign(1.5 if abs(v) >= step else 0.5, v) * step for v in block]
+    mean = sum(map(abs, block)) / size
+    return [math.copysign(mean, v) for v in block]
+
+
+@pytest.mark.parametrize("code", LOW, ids=repr)
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 700), seed=st.integers(0, 9), scale=SCALES)
+def test_a_low_code_is_what_its_definition_says(code: Compression, n: int, seed: int, scale: float) -> None:
+    values = vector(n, seed) * scale
+    before = values.clone()
+    result = decoded(code, values)
+    assert torch.equal(values, before)
+    width = code.block  # type: ignore[attr-defined]
+    expected = [each for block in values.split(width) for each in by_hand(code, block.tolist(), width)]
+    wrong = (result - torch.tensor(expected)).abs() > 1e-5 * torch.tensor(expected).abs() + 1e-37
+    # A value in the middle between two codes may be rounded either way.
+    middle = torch.zeros(n, dtype=torch.bool)
+    for number, block in enumerate(values.split(width)):
+        parts = block.abs() / block.abs().max().clamp(min=1e-37)
+        exponent = torch.log2(parts.clamp(min=1e-9))
+        step = block.abs().sum().mul(1.25 / width).clamp(min=1e-37)
+        near = ((exponent + 0.5) % 1 - 0).abs().minimum(1 - (exponent + 0.5) % 1) < 0.01
+        near |= ((block.abs() / step) - 1).abs() < 1e-5
+        middle[number * width : number * width + len(block)] = near | (block == 0)
+    assert not (wrong & ~middle).any()
+
+
+@pytest.mark.parametrize("code", LOW, ids=repr)
+def test_vectors_of_several_pieces_and_both_precisions(code: Compression) -> None:
+    values = vector(300_001)
+    whole = decoded(code, values)
+    width = 131_072 // code.block * code.block  # type: ignore[attr-defined]
+    assert torch.equal(whole[width : 2 * width], decoded(code, values[width : 2 * width]))
+    assert torch.equal(decoded(code, values.double()).float(), whole)
+    assert decoded(code, values[:0]).numel() == 0
+
+
+@pytest.mark.parametrize("code", [Float4(), Float4(8), Sign()], ids=repr)
+def test_what_a_low_code_stands_for_is_coded_as_itself(code: Compression) -> None:
+    once = decoded(code, vector(10_240))
+    torch.testing.assert_close(decoded(code, once), once, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("code", [*LOW, TopTiles(), TopTiles(32), TopTiles(4096)], ids=repr)
+def test_a_low_code_takes_as_few_bytes_as_it_says(code: Compression) -> None:
+    values = vector(40 * 4096)
+    ratio = values.nbytes / nbytes([code.encode(values)])
+    assert ratio == pytest.approx(code.factor, rel=0.01)
+
+
+@pytest.mark.parametrize("code", [*LOW, TopTiles(), TopTiles(512, residual_decay=1.0)], ids=repr)
+def test_what_was_sent_and_what_is_kept_add_up_to_what_was_pushed(code: Compression) -> None:
+    groups = [(Role.PARAMETER, "float64", 5000)]
+    stream = Updates(code, groups)
+    kept, out = torch.zeros(5000, dtype=torch.float64), [torch.empty(5000, dtype=torch.float64)]
+    for seed in range(8):
+        update = vector(5000, seed).double().clamp(-100, 100)
+        wanted = update + code.decay * kept
+        (sent,) = stream.decode(stream.encode([update.clone()]), out)
+        kept = stream._residual[0].clone()
+        torch.testing.assert_close(sent + kept, wanted, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 9000), seed=st.integers(0, 9), largest=st.sampled_from([2, 32, 128]), scale=SCALES)
+def test_a_tiles_largest_values_are_sent(n: int, seed: int, largest: int, scale: float) -> None:
+    values = vector(n, seed) * scale
+    result = decoded(TopTiles(largest), values)
+    assert result.isfinite().all()
+    for tile, found in zip(values.split(4096), result.split(4096), strict=True):
+        size = tile.abs()
+        top = size.topk(min(largest, len(tile))).values
+        assert (found != 0).sum() <= largest
+        sent = found != 0
+        assert (found[sent].sign() == tile[sent].sign()).all()
+        if scale and sent.any() and not sent.all():
+            assert size[~sent].max() <= size[sent].min()
+        if scale and n >= 4096 and len(tile) == 4096:
+            large = top > top.mean()
+            expected = {top[large].mean().bfloat16().item(), top[~large].mean().bfloat16().item()}
+            assert {round(each, 9) for each in found[sent].abs().tolist()} <= {round(each, 9) for each in expected}
+
+
+def test_tiles_decode_to_their_places() -> None:
+    values = torch.zeros(3 * 4096)
+    places = [0, 1, 2, 4095, 4096, 4097, 5000, 8191, 8192, 8193, 12286, 12287]
+    values[places] = torch.tensor([1.0, -2, 2, -1, -1, 2, -2, 1, -3, 3, 3, 3])
+    result = decoded(TopTiles(4), values)
+    assert result.nonzero().flatten().tolist() == places
+    assert (result.sign() == values.sign()).all()
+    assert result[[8192, 12287]].tolist() == [-3.0, 3.0]
+
+
+def test_names_and_what_goes_with_what() -> None:
+    assert {name: find_compression(name) for name in ("4bit", "2bit", "1bit")} == {
+        "4bit": Float4(),
+        "2bit": Int2(),
+        "1bit": Sign(),
+    }
+    for code in (Float4(), Int2(), Sign()):
+        assert code.downward == Int8()
+    assert TopTiles().downward == Cast("bfloat16")
+    assert ExchangeConfig.create(nsync=1, algorithm="sparse_loco").compression == TopTiles()
+    with pytest.raises(ValueError, match=r"compression='bf16' was given with SparseLoCo, which has a code of its own"):
+        ExchangeConfig.create(nsync=1, algorithm="sparse_loco", compression="bf16")
+    for wrong in (lambda: Float4(12), lambda: Sign(0), lambda: TopTiles(3), lambda: TopTiles(5000)):
+        with pytest.raises(ValueError, match="Expected"):
+            wrong()
+    with pytest.raises(ValueError, match="residual_decay"):
+        TopTiles(residual_decay=1.5)
