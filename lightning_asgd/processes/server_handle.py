@@ -50,9 +50,16 @@ class ServerHandle:
 
     def report_exit(self, **report: Any) -> None:
         """Tell the server that a worker's process has ended."""
+        self._send(report)
+
+    def extend_lease(self, until: float) -> None:
+        """Have the server end by itself at this time of ``time.monotonic()``, which all processes here share."""
+        self._send({"lease_until": until})
+
+    def _send(self, line: dict[str, Any]) -> None:
         if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # the server is gone too
-                self.process.stdin.write(json.dumps(report).encode() + b"\n")
+            with contextlib.suppress(OSError, ValueError):  # the server is gone too
+                self.process.stdin.write(json.dumps(line).encode() + b"\n")
                 self.process.stdin.flush()
 
     def close(self) -> None:

@@ -144,7 +144,8 @@ def _fill(
 ) -> tuple[ShardClient, Replica]:
     """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
-    blocks = [shared_memory.create(part.shard(s)) for s in connection.servers]
+    moving = connection.moving if config.restorable else ()  # another machine's server could not map the block
+    blocks = [None if s in moving else shared_memory.create(part.shard(s)) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
     replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
