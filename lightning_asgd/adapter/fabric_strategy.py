@@ -120,6 +120,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         overlap: bool | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
+        server_machines: int = 1,
         min_workers: int = 1,
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,

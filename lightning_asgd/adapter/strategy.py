@@ -76,6 +76,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"topk"``, or an object of :mod:`lightning_asgd.compression`. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
+        server_machines: nodes among which the servers of a job are divided, from the first one on.
         start_method: how workers are started, as for DDP: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         min_workers: training ends when fewer are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
@@ -148,6 +149,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         units: str | Callable[[Any], Any] | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
+        server_machines: int = 1,
         start_method: str = "popen",
         min_workers: int = 1,
         on_worker_failure: str = "continue",

@@ -23,8 +23,9 @@ _LIGHTNING = (
     "start_method",
 )
 _SETTINGS = (
-    *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "start_method"),
-    *("min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s", "offload"),
+    *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "server_machines"),
+    *("start_method", "min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
+    "offload",
 )
 
 
@@ -45,6 +46,11 @@ class StrategyOptions(JobOptions):
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
         super().__post_init__()
+        if self.server_machines > 1 and self.start_method != "popen":
+            raise ConfigurationError(
+                f"server_machines={self.server_machines} was given with start_method={self.start_method!r}. Expected "
+                "'popen': the other methods start processes of one node."
+            )
         if self.start_method not in _START_METHODS:
             expected = ", ".join(_START_METHODS)
             raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")
@@ -64,6 +70,7 @@ class StrategyOptions(JobOptions):
         if isinstance(self.island, int):
             positive_int("island", self.island)
         if self.server is None:
+            self._check_one_machine(f"island={self.island!r}", "the servers of islands run on the first machine.")
             self._check_run(f"island={self.island!r}")
             if self.start_method != "popen":
                 raise ConfigurationError(

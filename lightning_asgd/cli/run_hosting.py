@@ -165,7 +165,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._published: HostEntry | None = None
         self._voted: Any = None
         self._could_take_over = False
-        self._lender = ServerLender(rendezvous, overseer.settings, entry.address)
+        self._lender = ServerLender(rendezvous, overseer.settings, entry.address, entry.lease_s)
         self._borrower = borrower
         self.keys = [*overseer.keys(entry.servers), *(borrower.keys if borrower else ())]
         """Of this host's servers, and of those that others lend, in its rendezvous."""

@@ -88,6 +88,7 @@ class AsyncSGD(LoopControls):
         overlap: bool | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
+        server_machines: int = 1,
         min_workers: int = 1,
         on_worker_failure: str = "continue",
         timeouts: Timeouts | None = None,
@@ -228,8 +229,9 @@ def surroundings() -> Surroundings:
     each = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", math.ceil(world_size / each)))  # torchrun's number of machines
     by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank if nodes == 1 else 0))
-    return Surroundings(rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % each))
+    node = int(os.environ.get("GROUP_RANK", rank // each))
+    return Surroundings(rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)), node)
 
 
 def _listed(given: Any) -> Sequence[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -55,7 +54,6 @@ class ElasticFleet(Fleet):
         self._begun = False  # whether it has the run's first values
         self._living: tuple[int, ...] = ()  # as the latest epoch began
         self._heard = 0  # events from before this worker joined
-        self._looking: threading.Thread | None = None  # for servers in the place of silent ones
         self._find()
 
     @property
@@ -146,27 +144,6 @@ class ElasticFleet(Fleet):
             log.exception("Worker %d could not look for another host of the run.", self.client.connection.worker)
         if finder.term != term:
             recovery.lose_all(replaced)
-
-    def _look_for_replacements(self, servers: list[int]) -> None:
-        """These do not answer, and the coordinator does: they may be a lost host's, and others may have replaced them.
-
-        It is found out in a thread: the present host's lease depends on heartbeats, which continue meanwhile.
-        """
-        recovery, before = self._recovery, tuple(self.client.connection.replaced)
-        if recovery is None or (self._looking is not None and self._looking.is_alive()):
-            return
-
-        def look() -> None:
-            try:
-                found = self._job.replaced_among(servers)
-            except Exception:
-                log.exception("Worker %d could not look for other servers.", self.client.connection.worker)
-                return
-            for server in found:
-                recovery.lose(server, before[server])
-
-        self._looking = threading.Thread(target=look, name="lightning_asgd.look", daemon=True)
-        self._looking.start()
 
     def _report_dead(self) -> None:
         """Report workers of this machine whose processes have ended: an engine may have started this one instead.

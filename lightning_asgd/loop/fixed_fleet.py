@@ -119,6 +119,8 @@ class FixedFleet(Fleet):
             about = self.client, silence_s, self._tell, self.board, self._hear
             self._heartbeat = HeartbeatThread(*about, at_least_every_s=every_s)
             self._heartbeat.on_silence = self._look_for_host
+            if self._job.server_machines > 1:
+                self._heartbeat.on_silent_servers = self._look_for_replacements
         if joined.late:
             self._enter_at(self._await_entry(joined.collectives))
         else:

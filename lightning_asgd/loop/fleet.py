@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -82,6 +83,7 @@ class Fleet:
         self._heartbeat: HeartbeatThread | None = None
         self._recovery: FailoverClient | None = None
         self._failed = False
+        self._looking: threading.Thread | None = None  # for servers in the place of silent ones
 
     def _connect(self, worker: int, world_size: int, policy: Policy, generation: int = 0, after: str = "") -> None:
         timeouts, transport = self._config.timeouts, self._job.connect()  # which learns the session's name
@@ -94,6 +96,7 @@ class Fleet:
             patience_s=timeouts.collective_s,
             with_last_output=supervisor.with_last_output,
         )
+        connection.moving = self._job.placed
         self.client = SessionClient(connection, policy=policy, after=after)
         self.collectives = Collectives(self.client, timeouts.collective_s)
 
@@ -131,6 +134,27 @@ class Fleet:
         """Take part in the recovery of servers that are lost from now on, if the session is restorable."""
         if isinstance(synchronizer, Exchanger) and self._config.restorable and not self.alone:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
+
+    def _look_for_replacements(self, servers: list[int]) -> None:
+        """These do not answer, and the coordinator does: others may have replaced them, with their machine lost.
+
+        It is found out in a thread, so that heartbeats continue: the lease of a run's present host depends on them.
+        """
+        recovery, before = self._recovery, tuple(self.client.connection.replaced)
+        if recovery is None or (self._looking is not None and self._looking.is_alive()):
+            return
+
+        def look() -> None:
+            try:
+                found = self._job.replaced_among(servers)
+            except Exception:
+                log.exception("Worker %d could not look for other servers.", self.client.connection.worker)
+                return
+            for server in found:
+                recovery.lose(server, before[server])
+
+        self._looking = threading.Thread(target=look, name="lightning_asgd.look", daemon=True)
+        self._looking.start()
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]

@@ -29,6 +29,7 @@ __all__ = [
     "hosted_at",
     "hosts_of_job",
     "keep_place",
+    "own_rendezvous",
     "point_to",
     "release_port",
 ]
@@ -47,23 +48,25 @@ class Surroundings:
     external: bool  # whether this process starts no workers, since a user or another program does
     by_hand: bool  # whether a user starts them, and neither torchrun nor SLURM
     main: Callable[[], tuple[str, int]]  # address at which worker 0 can host the rendezvous
+    node: int = 0  # number of this process's machine
     foreign: bool = False  # whether ranks and world come from neither torch's nor Lightning's variables
 
 
 _hosted: dict[tuple[str, int], Rendezvous] = {}  # kept alive: the store lives as long as its host
 _said: set[str] = set()
+_own: Rendezvous | None = None  # that this process keeps ready
 _hosts: ServerHosts | None = None  # of this process's job, for all its Trainers
 _signpost: Signpost | None = None
 _inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
 
 
 def _after_fork() -> None:
-    global _hosts
-    _inherited.append((dict(_hosted), _hosts))
+    global _hosts, _own
+    _inherited.append((dict(_hosted), _hosts, _own))
     with contextlib.suppress(OSError):
         _release({port for _, port in _hosted})
     _hosted.clear()
-    _hosts = None
+    _hosts = _own = None
 
 
 def _release(ports: set[int]) -> None:
@@ -168,16 +171,16 @@ def hosts_of_job() -> ServerHosts | None:
     return _hosts
 
 
-def keep_place(
+def own_rendezvous(
     kind: TransportKind, host: str, rank: int, first: tuple[str, int], *, leads: bool = False
-) -> ServerHosts:
-    """Keep a rendezvous ready in this process, in case it is to host the servers one day.
+) -> Rendezvous:
+    """The rendezvous that this process hosts itself. It is made once, and kept.
 
     A worker that ``leads`` those of another machine than worker 0's has it at the same port as worker 0, if that is
     free: so a firewall need let through one port only.
     """
-    global _hosts
-    own = _hosted.get(first) if rank == 0 and not agent_hosts() else None
+    global _own
+    own = _own or (_hosted.get(first) if rank == 0 and not agent_hosts() else None)
     if own is None:
         allow_many_connections()
         port = first[1] if leads and kind.encrypted and resolve(first[0]) != host else 0
@@ -185,6 +188,16 @@ def keep_place(
             own = kind.host_rendezvous(host, port) if port else None
         own = own or kind.host_rendezvous(host, 0)
         _hosted[own.address] = own
+    _own = own
+    return own
+
+
+def keep_place(
+    kind: TransportKind, host: str, rank: int, first: tuple[str, int], *, leads: bool = False
+) -> ServerHosts:
+    """Keep a rendezvous ready in this process, in case it is to host the servers one day."""
+    global _hosts
+    own = own_rendezvous(kind, host, rank, first, leads=leads)
     _hosts = ServerHosts(rank, own, first, may_host=rank_variables.main_process() is None)
     return _hosts
 

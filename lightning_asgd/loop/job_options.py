@@ -50,6 +50,7 @@ class JobOptions:
     overlap: bool | None
     compression: Compression | str | None
     num_servers: int
+    server_machines: int
     min_workers: int
     on_worker_failure: str
     timeouts: Timeouts | None
@@ -75,6 +76,11 @@ class JobOptions:
             raise ConfigurationError(f"on_worker_failure={self.on_worker_failure!r}. Expected {expected}.")
         _ = self.policy
         positive_int("num_servers", self.num_servers)
+        if positive_int("server_machines", self.server_machines) > self.num_servers:
+            raise ConfigurationError(
+                f"server_machines={self.server_machines} was given with num_servers={self.num_servers}. Expected at "
+                "least one server per machine."
+            )
         check_units(self.units)
         if self.server is not None or self.run_id is not None:
             self._check_attaches()
@@ -85,7 +91,15 @@ class JobOptions:
         server = self.server
         if not server or not self.run_id:
             raise ConfigurationError(f"server={server!r} and run_id={self.run_id!r}. Expected both, or neither.")
+        where = "`lightning-asgd serve --machines` divides the servers of an elastic run."
+        self._check_one_machine(f"server={server!r}", where)
         self._check_run(f"server={server!r}")
+
+    def _check_one_machine(self, given: str, why: str) -> None:
+        if self.server_machines > 1:
+            raise ConfigurationError(
+                f"server_machines={self.server_machines} was given with {given}. Expected no server_machines: {why}"
+            )
 
     def _check_run(self, given: str) -> None:
         """Check what was given together with what makes this process a worker of an elastic run."""

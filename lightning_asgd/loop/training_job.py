@@ -16,7 +16,9 @@ from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.loop import job_address
 from lightning_asgd.loop.job_address import Surroundings
 from lightning_asgd.loop.job_options import JobOptions
-from lightning_asgd.processes import rank_variables, returned_host, supervisor
+from lightning_asgd.processes import placed_servers, rank_variables, returned_host, supervisor
+from lightning_asgd.processes.lent_servers import servers_of_machine
+from lightning_asgd.processes.placed_servers import NodeServers
 from lightning_asgd.processes.returned_host import Arrival, Moved
 from lightning_asgd.processes.run_finder import RunFinder
 from lightning_asgd.processes.server_hosts import ServerHosts
@@ -104,6 +106,8 @@ class TrainingJob:
         finder: where that run is served now; None in a job, and before the run was found.
         program: tells the job from another one at the same address.
         arrival: this process until it has been connected, where it may have been started again; else None.
+        server_machines: nodes among which the servers are divided; one once another worker hosts them.
+        placed: servers of the present session that run on other nodes than the first one.
     """
 
     num_servers: int
@@ -127,6 +131,8 @@ class TrainingJob:
     finder: RunFinder | None = None
     program: str = ""
     arrival: Arrival | None = None
+    server_machines: int = 1
+    placed: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, options: JobOptions) -> TrainingJob:
@@ -142,6 +148,7 @@ class TrainingJob:
             config.snapshot_every_s if writes else 0.0,
             given=options.addresses,
             run_id=options.run_id or "",
+            server_machines=options.server_machines,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,6 +167,7 @@ class TrainingJob:
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous. In the main process, start the servers, and say who could get in."""
+        placed_servers.check_nodes(self.server_machines, place.num_nodes)
         # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
         started_here = rank_variables.address() is not None or not place.external
         one_machine = place.num_nodes == 1 and started_here
@@ -196,12 +204,21 @@ class TrainingJob:
         if is_main:
             rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
+        elif 0 < place.node < self.server_machines and place.local_rank == 0:
+            own = job_address.own_rendezvous(kind, here, rank, self.address, leads=True)
+            self._run_share(NodeServers(place.node, own, self.interface), self.address, hosts)
+
+    def _run_share(self, servers: NodeServers, first: tuple[str, int], hosts: ServerHosts | None) -> None:
+        """Run servers on this node, as ordered where worker 0 hosts them; they end if another worker hosts them."""
+        placed_servers.run_share(servers, self.transport, lambda: first if hosts is None else hosts.address)
 
     def _start_servers(
         self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False
     ) -> None:
         """Start the servers, which know that workers are ``gone``; they may ``succeed`` lost ones."""
         moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
+        if succeed or (self.hosts is not None and self.hosts.moved):
+            self.server_machines = 1
         if not succeed or self.name is None:
             self.name = rendezvous.announce_job()
         interface = self.interface
@@ -210,7 +227,8 @@ class TrainingJob:
         settings = ServerSettings(
             interface, self.transport, self.name, snapshot_every_s=every_s, moves=moves, watches=moves or self.external
         )
-        overseer = supervisor.ensure(self.num_servers, rendezvous, settings, succeed=succeed)
+        number = len(servers_of_machine(self.num_servers, self.server_machines, 0))
+        overseer = supervisor.ensure(number, rendezvous, settings, succeed=succeed)
         overseer.hot_standby = self.hot_standby and several
         if self.hosts is not None:
             overseer.has_returned = self.hosts.has_returned
@@ -221,7 +239,8 @@ class TrainingJob:
 
     def _announce(self, rendezvous: Rendezvous, overseer: supervisor.Supervisor) -> None:
         rendezvous.put("job", self.name)
-        rendezvous.announce_session(self.session, self.transport, overseer.keys(self.num_servers))
+        keys = placed_servers.announce_servers(overseer, self.num_servers, self.server_machines, self.hosts)
+        rendezvous.announce_session(self.session, self.transport, keys)
 
     def _begin_or_follow(self, arrival: Arrival) -> None:
         """Announce the servers that worker 0 has started, unless the job has moved while it was lost."""
@@ -304,7 +323,12 @@ class TrainingJob:
             if not self.attaches:
                 self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
             keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
-            return [rendezvous.server(index, key, self.start_timeout_s) for index, key in enumerate(keys)]
+            self.placed = frozenset(index for index, key in enumerate(keys) if placed_servers.node_of(key))
+            found = []
+            for index, key in enumerate(keys):
+                with placed_servers.node_named(index, key):
+                    found.append(rendezvous.server(index, key, self.start_timeout_s))
+            return found
 
     def _follow(self, moved: Moved) -> None:
         """Go where the servers are: this process has been started again, and another worker hosts them since."""
@@ -400,6 +424,7 @@ class TrainingJob:
     def _take_over(self, rendezvous: Rendezvous, gone: Mapping[int, str]) -> None:
         rank, why = list(gone.items())[-1]
         log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
+        placed_servers.end_share(wait=False)  # what runs here of the servers that end with the host
         self._start_servers(rendezvous, several=True, gone=gone, succeed=True)
         if self.hosts is not None and not job_address.agent_hosts():
             job_address.point_to(self.hosts, self.program)

@@ -1,10 +1,11 @@
-"""Servers of one elastic run on several machines: hosts that stand by lend some of theirs to the host that serves.
+"""Servers that a process runs for a host on another machine, and what that host knows of them.
 
-The present host *borrows*: it orders other hosts to start servers, and publishes their addresses beside those of its
-own. A lender has a lease: its lent servers live for ``lease_s`` after it last reached the present host, and not longer
-than this one serves. So when the present host has not heard a lender for longer than that, the lent servers are gone,
-and it starts others in their place, which are restored from the workers' copies. A host that takes over uses servers of
-its own only.
+The host *borrows*: it orders others to start servers, and has their addresses published beside those of its own. A
+lender has a lease: its lent servers live for ``lease_s`` after it last reached the host, and not longer than this one
+serves. So when the host has not heard a lender for longer than that, the lent servers are gone, and it starts others
+in their place, which are restored from the workers' copies. A host that takes over uses servers of its own only.
+
+In an elastic run, hosts that stand by lend servers to the one that serves. ``placed_servers.py`` is for a job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
-__all__ = ["ServerBorrower", "ServerLender", "servers_of_machine"]
+__all__ = [
+    "BorrowedServers",
+    "BorrowedShare",
+    "LentServers",
+    "ServerBorrower",
+    "ServerLender",
+    "renewal_of",
+    "servers_of_machine",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +40,7 @@ _MARGIN_S = 1.0  # for ending servers, and for clocks of different speeds
 _START_S = 60.0  # for a lender's servers to start, before another host is asked
 
 
-def _renewal_of(lender: str) -> str:
+def renewal_of(lender: str) -> str:
     """The key, at the present host, that a lender changes all the time."""
     return f"lender/{lender}"
 
@@ -46,21 +55,80 @@ def servers_of_machine(servers: int, machines: int, machine: int) -> range:
     return range(servers * machine // machines, servers * (machine + 1) // machines)
 
 
-class ServerLender:
-    """The servers that this host lends, if it is ordered to.
+class LentServers:
+    """Servers that this process runs for a host elsewhere, for as long as it reaches that host.
 
     Args:
-        rendezvous: of this host.
+        rendezvous: of this process.
         settings: of servers.
-        address: of this host.
+        lender: how the host names this process.
+        lease_s: seconds for which the servers live since the host was reached last.
     """
 
-    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, address: str) -> None:
-        self._rendezvous, self._address = rendezvous, address
+    _here = "This host"
+    _level = logging.WARNING  # of what is logged as servers start, and when their order was withdrawn
+
+    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, lender: str, lease_s: float) -> None:
+        self._rendezvous, self._lender, self._lease_s = rendezvous, lender, lease_s
         self._settings = replace(settings, snapshots="")  # a folder holds those of a whole run
         self._servers: Supervisor | None = None
+        self._keys: list[str] = []  # of their addresses, in this process's rendezvous
         self._order: dict[str, Any] = {}  # the latest order that was carried out
         self._replaced = False  # whether others have taken these servers' place
+
+    def keep(self, order: dict[str, Any], now: float, reached_at: float) -> None:
+        """Start the servers that an order names, keep them, or end them; an empty order names none.
+
+        Args:
+            order: as the host has given it.
+            now: seconds.
+            reached_at: when the latest question was sent to which the host has answered that the order holds.
+        """
+        due = bool(order) and now <= reached_at + self._lease_s
+        if self._servers is not None and (not due or order != self._order or self._replaced):
+            log.log(
+                logging.WARNING if order else self._level,
+                "%s has ended the servers that it lent to %s, which is lost, unreachable, or needs them no longer.",
+                self._here,
+                self._order["by"],
+            )
+            self.close()
+        elif self._servers is None and due and order != self._order:
+            self._lend(order)
+        if self._servers is not None:
+            self._servers.extend_lease(reached_at + self._lease_s)
+            self._servers.check_servers()
+
+    def _lend(self, order: dict[str, Any]) -> None:
+        match order:
+            case {"first": int(first), "number": int(number)} if first > 0 and 0 < number <= 4096:
+                self._order, self._replaced = order, False
+                self._servers = Supervisor(self._rendezvous, self._settings, first=first)
+                self._servers.start()
+                self._servers.add_servers(number)
+                self._keys = self._servers.keys(number)
+                numbers = ", ".join(map(str, range(first, first + number)))
+                log.log(self._level, "%s starts servers %s for %s.", self._here, numbers, order["by"])
+
+    def renew(self, there: Rendezvous, now: float) -> None:
+        """Have the host know that the servers live, and ask whether it has replaced them.
+
+        Called before that host is asked whether its order still holds: a host that was paused finds out.
+        """
+        if self._servers is not None:
+            there.put(renewal_of(self._lender), {"at": self._order["at"], "now": now})
+            self._replaced |= there.peek(_replaced_of(self._lender)) == self._order["at"]
+
+    def close(self) -> None:
+        """End the servers at once."""
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            servers.kill_servers()
+            servers.close()
+
+
+class ServerLender(LentServers):
+    """The servers that this host of an elastic run lends, if it is ordered to."""
 
     def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
         """Start and end the lent servers.
@@ -72,64 +140,89 @@ class ServerLender:
         """
         order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
         given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
-        due = given and now <= reached_at + entry.lease_s
-        if self._servers is not None and (not due or order != self._order or self._replaced):
-            log.warning(
-                "This host has ended the servers that it lent to %s, which is lost, unreachable, or needs them no "
-                "longer.",
-                self._order["by"],
-            )
-            self.close()
-        elif self._servers is None and due and order != self._order:
-            self._lend(order)
-        if self._servers is not None:
-            self._servers.check_servers()
+        self.keep(order if given else {}, now, reached_at)
 
     def _lend(self, order: dict[str, Any]) -> None:
-        match order:
-            case {"first": int(first), "number": int(number)} if first > 0 and 0 < number <= 4096:
-                self._order, self._replaced = order, False
-                self._servers = Supervisor(self._rendezvous, self._settings, first=first)
-                self._servers.start()
-                self._servers.add_servers(number)
-                lent = {"order": order, "keys": self._servers.keys(number)}
-                self._rendezvous.put(_LENT_KEY, lent)
-                numbers = ", ".join(map(str, range(first, first + number)))
-                log.warning("This host starts servers %s for %s.", numbers, order["by"])
-
-    def renew(self, there: Rendezvous, now: float) -> None:
-        """Have the present host know that the servers live, and ask whether it has replaced them.
-
-        Called in any thread, before that host is asked whether it still serves: a host that was paused finds out.
-        """
-        if self._servers is not None:
-            there.put(_renewal_of(self._address), now)
-            self._replaced |= there.peek(_replaced_of(self._address)) == self._order["at"]
-
-    def close(self) -> None:
-        """End the servers at once."""
-        servers, self._servers = self._servers, None
-        if servers is not None:
-            servers.kill_servers()
-            servers.close()
+        super()._lend(order)
+        self._rendezvous.put(_LENT_KEY, {"order": self._order, "keys": self._keys})
 
 
 @dataclass
-class _Block:
+class BorrowedShare:
     """Servers that another host is to lend."""
 
     servers: range
     keys: list[str]  # of their addresses, at the present host
     lender: str = ""
     asked_at: float = -math.inf
-    renewal: Any = None  # what the lender wrote last
+    renewal: dict[str, Any] = field(default_factory=dict)  # what the lender wrote last
     renewed_at: float = math.inf
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)  # entries of the servers that have started
     replaced: Supervisor | None = None  # servers of this host in the place of lost ones
 
 
-class ServerBorrower:
-    """The servers that other hosts lend to this one.
+class BorrowedServers:
+    """Servers that other processes run for this host, and those that it starts in the place of lost ones.
+
+    Args:
+        rendezvous: of this host.
+        settings: of servers.
+        lease_s: seconds for which borrowed servers live since their lender reached this host last.
+    """
+
+    _lost = "Host %s, which lends servers %s, is lost. Others are started here."
+
+    def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, lease_s: float) -> None:
+        self._rendezvous, self._settings, self._lease_s = rendezvous, settings, lease_s
+        self._blocks: list[BorrowedShare] = []
+
+    @property
+    def _needed(self) -> bool:
+        """Whether others are started in the place of lost servers."""
+        return True
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the borrowed servers' addresses, in the rendezvous."""
+        return [key for block in self._blocks for key in block.keys]
+
+    def step(self, now: float) -> None:
+        """Replace the servers of lenders that are lost. Called once all have started."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.check_servers()
+                continue
+            renewal = self._rendezvous.peek(renewal_of(block.lender), dict) or {}
+            if renewal.get("at") == block.asked_at and renewal != block.renewal:
+                block.renewal, ended = renewal, bool(renewal.get("ended"))
+                block.renewed_at = now - self._lease_s if ended else now
+            elif self._needed and now > block.renewed_at + self._lease_s + _MARGIN_S:
+                self._replace(block)
+
+    def _replace(self, block: BorrowedShare) -> None:
+        log.warning(self._lost, block.lender, ", ".join(map(str, block.servers)))
+        self._rendezvous.put(_replaced_of(block.lender), block.asked_at)
+        block.replaced = Supervisor(self._rendezvous, self._settings, first=block.servers[0])
+        block.replaced.start()
+        block.replaced.add_servers(len(block.servers), succeed=True)
+        for key, successor in zip(block.keys, block.replaced.keys(len(block.servers)), strict=True):
+            self._rendezvous.put(successor_of(key), successor)
+
+    def kill(self) -> None:
+        """End the servers that run here in the place of lost ones: another host may have taken over."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.kill_servers()
+
+    def close(self) -> None:
+        """End them, as this host ends."""
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.close()
+
+
+class ServerBorrower(BorrowedServers):
+    """The servers that other hosts of an elastic run lend to this one.
 
     Args:
         entry: of this host.
@@ -139,17 +232,11 @@ class ServerBorrower:
     """
 
     def __init__(self, entry: HostEntry, rendezvous: Rendezvous, settings: ServerSettings, machines: int) -> None:
-        self._rendezvous, self._settings, self._lease_s = rendezvous, settings, entry.lease_s
+        super().__init__(rendezvous, settings, entry.lease_s)
         self._lock = threading.Lock()  # of the blocks: each lender is read in a thread
-        self._blocks: list[_Block] = []
         for machine in range(1, machines):
             numbers = servers_of_machine(entry.servers, machines, machine)
-            self._blocks.append(_Block(numbers, [f"server/lent/{number}" for number in numbers]))
-
-    @property
-    def keys(self) -> list[str]:
-        """Of the borrowed servers' addresses, in the rendezvous."""
-        return [key for block in self._blocks for key in block.keys]
+            self._blocks.append(BorrowedShare(numbers, [f"server/lent/{number}" for number in numbers]))
 
     @property
     def complete(self) -> bool:
@@ -168,7 +255,7 @@ class ServerBorrower:
                     found[block.lender] = _ORDER_KEY, {"by": by, "term": term, **order}
         return found
 
-    def _order(self, block: _Block, hosts: Sequence[str], now: float) -> dict[str, Any] | None:
+    def _order(self, block: BorrowedShare, hosts: Sequence[str], now: float) -> dict[str, Any] | None:
         """The order for a block's next lender, empty if there is none; None if the present one may still obey."""
         waits = block.lender and (block.lender in hosts or block.addresses) and now <= block.asked_at + _START_S
         if len(block.addresses) == len(block.servers) or waits:
@@ -190,44 +277,10 @@ class ServerBorrower:
                     if (first, asked_at, len(keys)) == (block.servers[0], block.asked_at, len(block.keys)):
                         self._publish(block, entries, now)
 
-    def _publish(self, block: _Block, entries: list[dict[str, Any]], now: float) -> None:
+    def _publish(self, block: BorrowedShare, entries: list[dict[str, Any]], now: float) -> None:
         if block.renewed_at == math.inf:
             block.renewed_at = now
         for index, entry in enumerate(entries):
             if entry.get("address") and entry != block.addresses.get(index):
                 block.addresses[index] = entry
                 self._rendezvous.put(block.keys[index], entry)
-
-    def step(self, now: float) -> None:
-        """Replace the servers of lenders that are lost. Called once all have started."""
-        for block in self._blocks:
-            if block.replaced is not None:
-                block.replaced.check_servers()
-                continue
-            renewal = self._rendezvous.peek(_renewal_of(block.lender))
-            if renewal != block.renewal:
-                block.renewal, block.renewed_at = renewal, now
-            elif now > block.renewed_at + self._lease_s + _MARGIN_S:
-                self._replace(block)
-
-    def _replace(self, block: _Block) -> None:
-        numbers = ", ".join(map(str, block.servers))
-        log.warning("Host %s, which lends servers %s, is lost. Others are started here.", block.lender, numbers)
-        self._rendezvous.put(_replaced_of(block.lender), block.asked_at)
-        block.replaced = Supervisor(self._rendezvous, self._settings, first=block.servers[0])
-        block.replaced.start()
-        block.replaced.add_servers(len(block.servers), succeed=True)
-        for key, successor in zip(block.keys, block.replaced.keys(len(block.servers)), strict=True):
-            self._rendezvous.put(successor_of(key), successor)
-
-    def kill(self) -> None:
-        """End the servers that run here in the place of lost ones: another host may have taken over."""
-        for block in self._blocks:
-            if block.replaced is not None:
-                block.replaced.kill_servers()
-
-    def close(self) -> None:
-        """End them, as this host ends."""
-        for block in self._blocks:
-            if block.replaced is not None:
-                block.replaced.close()

@@ -47,13 +47,21 @@ class ServerHandle:
             stderr=subprocess.STDOUT,
             env=_server_environment(),
         )
+        if self.process.stdin is not None:  # a suspended server does not hold up this process
+            os.set_blocking(self.process.stdin.fileno(), False)
 
     def report_exit(self, **report: Any) -> None:
         """Tell the server that a worker's process has ended."""
+        self._send(report)
+
+    def extend_lease(self, until: float) -> None:
+        """Have the server end by itself at this time of ``time.monotonic()``, which all processes here share."""
+        self._send({"lease_until": until})
+
+    def _send(self, line: dict[str, Any]) -> None:
         if self.process.stdin is not None:
-            with contextlib.suppress(OSError):  # the server is gone too
-                self.process.stdin.write(json.dumps(report).encode() + b"\n")
-                self.process.stdin.flush()
+            with contextlib.suppress(OSError, ValueError):  # the server is gone too, or has read nothing for minutes
+                os.write(self.process.stdin.fileno(), json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:
         """Close the pipes of a server that has ended."""

@@ -306,7 +306,8 @@ class ServerHosts:
             return False
         if not self.is_lost:  # to look at the others has taken its time
             return False
-        take_over(self._own, {**self._ended(), **self.lost, self.present: self._fate})
+        ended = self.ended(self._place(self.present).host)
+        take_over(self._own, {**ended, **self.lost, self.present: self._fate})
         for lost in (*self.lost, *self._returned, self.present):
             self._own.put(f"lost host {lost}", True)
         return True
@@ -328,9 +329,9 @@ class ServerHosts:
         heard -= {*self.lost, *self._failed, *self._gone}
         return {self.rank} | {rank for rank, sight in self._sights(heard - {self.rank}) if sight is not False}
 
-    def _ended(self) -> dict[int, str]:
-        """Other workers that have ended, or that were lost with the host's machine: the new servers await no report."""
-        where, ended = self._place(self.present).host, {}
+    def ended(self, where: str = "") -> dict[int, str]:
+        """Other workers that have ended, or that were lost with a machine: new servers await no report of them."""
+        ended: dict[int, str] = {}
         for rank, sight in self._sights(set(self.places) - {self.rank, self.present, *self.lost}):
             if rank in self._failed or sight is False:
                 ended[rank] = "it has failed" if rank in self._failed else "its process has ended"

@@ -65,6 +65,8 @@ class Supervisor:
         """Whether one server more is to be kept ready."""
         self.has_returned: Callable[[int], bool] = lambda rank: False
         """Whether another process has replaced a worker whose end was reported here."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Called before the servers are stopped."""
         self._standby: ServerHandle | None = None
         self._quiet_since = time.monotonic()
         self._irreplaceable: str | None = None  # why a server is not replaced
@@ -160,6 +162,11 @@ class Supervisor:
             for server in self._servers:
                 server.report_exit(**self._exits[-1])
 
+    def extend_lease(self, until: float) -> None:
+        """Have all servers end at this time of ``time.monotonic()``, also if this process is suspended then."""
+        for server in (*self._servers, *([] if self._standby is None else [self._standby])):
+            server.extend_lease(until)
+
     def exit_report(self) -> str | None:
         """What is known of the server that died last; None if none did. Any thread may ask."""
         with self._lock:  # a server that is in the list is closed under it only
@@ -175,6 +182,7 @@ class Supervisor:
     def close(self) -> None:
         """Stop the servers and wait for them. May be called more than once."""
         self._closing.set()
+        self.on_close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)  # it may be starting a server
         self._end([*self._servers, *([self._standby] if self._standby is not None else [])])

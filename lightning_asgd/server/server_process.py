@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,7 @@ _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
 _GONE_S = 0.5  # interval of the look for workers' processes that have ended
+_LATE_S = 0.5  # for what was written to this process to be read, before its lease is over
 _FAREWELL_S = 3.5  # at most, in which workers learn that the main process is gone, and fetch the weights
 
 _SHUT = (
@@ -113,11 +115,12 @@ def run_server(argv: list[str] | None = None) -> int:
     with Rendezvous.connect(arguments.host, arguments.port, _START_S, transport=settings.transport) as rendezvous:
         reach = {"address": server.address, "network": this_network(), "name": name}
         rendezvous.put(arguments.key, {**reach, "pid": os.getpid()})
-    threading.Thread(target=_listen, args=(service,), name="lightning_asgd.exits", daemon=True).start()
+    lease = _Lease()
+    threading.Thread(target=_listen, args=(service, lease), name="lightning_asgd.exits", daemon=True).start()
     with _kept(service, snapshots, settings):
         looked = looked_for_gone = time.monotonic()
         shut = False
-        while not stopped and not shut and os.getppid() == arguments.parent:
+        while not stopped and not shut and not lease.over and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
             _guarded(service.tick)
             if (settings.run or settings.watches) and time.monotonic() > looked_for_gone + _GONE_S:
@@ -206,10 +209,30 @@ def _kept(service: Service, snapshots: Snapshots | None, settings: ServerSetting
         writer.join()
 
 
-def _listen(service: Service) -> None:
+class _Lease:
+    """Until when this server may serve: without end, unless the process that has started it says otherwise."""
+
+    def __init__(self) -> None:
+        self._until = self._read_at = math.inf
+
+    def extend(self, until: float) -> None:
+        """It may serve until then, by ``time.monotonic()``."""
+        self._until, self._read_at = until, time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether another server may serve in this one's place."""
+        return time.monotonic() > max(self._until, self._read_at + _LATE_S)
+
+
+def _listen(service: Service, lease: _Lease) -> None:
     """Read on stdin which workers' processes have ended: the main process, their parent, knows it at once."""
     for line in sys.stdin:
-        service.report_exit(**json.loads(line))
+        match json.loads(line):
+            case {"lease_until": until}:
+                lease.extend(until)
+            case report:
+                service.report_exit(**report)
 
 
 if __name__ == "__main__":

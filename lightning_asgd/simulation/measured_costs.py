@@ -6,6 +6,7 @@ network's side of a message costs, and a GB of parameters, is measured on a serv
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -53,10 +54,12 @@ def measure(workers: Sequence[int] = WORKERS) -> Calibration:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as servers have it
+    gc.disable()  # a collection goes through the simulation, and would count as the service's
     try:
         alone = {number: _of_service(number) for number in sorted(workers)}
         real = _of_process()
     finally:
+        gc.enable()
         torch.set_num_threads(threads)
     least = alone[min(alone)]
     message_s, exchange_s = real.beat_s - least.beat_s, real.exchange_s - least.exchange_s

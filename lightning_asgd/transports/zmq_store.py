@@ -65,6 +65,10 @@ class HostedZmqStore(EntryStore):
                         self._texts[key] = _let_in(self._gateway, text)
         return True
 
+    def way_to(self, name: str, number: int) -> ServerAddress:
+        """See :class:`EntryStore`."""
+        return ServerAddress(resolve(self.address[0]), self.address[1], name, number)
+
     def close(self) -> None:
         """See :class:`EntryStore`."""
         with self._lock:

@@ -64,6 +64,7 @@ class Connection:
         self.patience_s = patience_s
         self._with_last_output = with_last_output
         self.restorer: Restorer | None = None  # None where lost servers cannot be restored
+        self.moving: Collection[int] = ()  # servers that others, on another machine, may replace
         self.restored = [0] * transport.num_servers  # how often each was
         self.replaced = [0] * transport.num_servers  # how often another process took its place
         self._sent: WeakKeyDictionary[Future[Any], int] = WeakKeyDictionary()  # how often, when each message was sent

@@ -144,8 +144,9 @@ def _fill(
 ) -> tuple[ShardClient, Replica]:
     """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
-    shares = algorithm.code is None  # what passes through shared memory is not coded
-    blocks = [shared_memory.create(part.shard(s)) if shares else None for s in connection.servers]
+    # What passes through shared memory is not coded, and another machine's server could not map the block.
+    apart = connection.servers if algorithm.code is not None else connection.moving if config.restorable else ()
+    blocks = [None if s in apart else shared_memory.create(part.shard(s)) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
     replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)

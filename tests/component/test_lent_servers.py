@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_asgd.server.server_process import ServerSettings
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 STEP_S = 0.2
+LATE_S = 0.75  # as a server needs to notice that its lease is over
 
 
 class Store:
@@ -29,6 +31,9 @@ class Store:
     def put(self, key: str, value: Any) -> None:
         self.entries[key] = value
 
+    def is_foreign(self, key: str) -> bool:
+        return False
+
     def peek(self, key: str, kind: type) -> Any:
         found = self.entries.get(key)
         return found if isinstance(found, kind) else None
@@ -41,8 +46,12 @@ class Servers:
 
     def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, *, first: int) -> None:
         self.rendezvous, self.first, self.number, self.succeed = rendezvous, first, 0, False
-        self.alive = True
+        self.alive, self.until = True, math.inf
         Servers.started.append(self)
+
+    @property
+    def end(self) -> int:
+        return self.first + self.number
 
     def start(self) -> None:
         pass
@@ -58,6 +67,14 @@ class Servers:
     def check_servers(self) -> None:
         pass
 
+    def extend_lease(self, until: float) -> None:
+        assert self.alive
+        self.until = until
+
+    def serve(self, now: float) -> bool:
+        """Whether they run: they end by themselves a moment after their lease."""
+        return self.alive and now <= self.until + LATE_S
+
     def kill_servers(self) -> None:
         self.alive = False
 
@@ -71,18 +88,19 @@ class World:
     def __init__(self, servers: int, machines: int) -> None:
         self.now, self.hosts = 100.0, [f"h{number}:1" for number in range(1, machines)]
         self.places = {name: Rendezvous(Store()) for name in ("h0:1", *self.hosts)}  # type: ignore[arg-type]
-        self.lenders = {name: ServerLender(self.places[name], ServerSettings(), name) for name in self.hosts}
+        self.lenders = {name: ServerLender(self.places[name], ServerSettings(), name, LEASE_S) for name in self.hosts}
         self.entry = HostEntry("r", "zmq", servers, "", term=1, present="h0:1", ready=True)
         self.borrower = ServerBorrower(self.entry, self.places["h0:1"], ServerSettings(), machines)
         self.reached = dict.fromkeys(self.hosts, self.now)
         self.cut: set[str] = set()
+        self.suspended: set[str] = set()
         self.announced = False
 
     def run(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
             self.now += STEP_S
-            near = [name for name in self.hosts if name not in self.cut]
+            near = [name for name in self.hosts if name not in self.cut | self.suspended]
             for name in near:
                 self.lenders[name].renew(self.places["h0:1"], self.now)
                 self.reached[name] = self.now
@@ -93,9 +111,9 @@ class World:
                 for name, (key, order) in self.borrower.orders(near, 1, "h0:1", self.now).items():
                     self.places[name].put(key, order)
                 self.announced = self.borrower.complete
-            for name in self.hosts:
+            for name in (name for name in self.hosts if name not in self.suspended):
                 self.lenders[name].step(self.now, replace(self.entry, address=name), self.reached[name])
-            numbers = [number for each in Servers.started if each.alive for number in self.numbers(each)]
+            numbers = [number for each in Servers.started if each.serve(self.now) for number in self.numbers(each)]
             assert len(numbers) == len(set(numbers)), "no server runs twice"
 
     @staticmethod
@@ -161,7 +179,7 @@ def test_another_host_is_asked_if_one_is_lost_before_it_has_lent_any() -> None:
     world = World(2, 2)
     world.hosts.append("h2:1")
     world.places["h2:1"] = Rendezvous(Store())  # type: ignore[arg-type]
-    world.lenders["h2:1"] = ServerLender(world.places["h2:1"], ServerSettings(), "h2:1")
+    world.lenders["h2:1"] = ServerLender(world.places["h2:1"], ServerSettings(), "h2:1", LEASE_S)
     world.reached["h2:1"] = world.now
     assert world.borrower.orders(["h1:1"], 1, "h0:1", world.now).keys() == {"h1:1"}
     world.cut = {"h1:1"}
@@ -186,8 +204,9 @@ def test_no_server_runs_twice_whatever_is_cut_off(seed: int) -> None:
     chance, world = Random(seed), World(6, 3)
     for _ in range(20):
         world.cut = {name for name in world.hosts if chance.random() < 0.4}
+        world.suspended = {name for name in world.hosts if chance.random() < 0.2}
         world.run(chance.uniform(STEP_S, 2 * LEASE_S))
-    world.cut = set()
+    world.cut = world.suspended = set()
     world.run(2 * LEASE_S)
     alive = [each for each in Servers.started if each.alive]
     assert sorted(number for each in alive for number in world.numbers(each)) == [2, 3, 4, 5]

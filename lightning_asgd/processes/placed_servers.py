@@ -1,0 +1,362 @@
+"""Servers of a job on several nodes (``server_machines``): each of the first nodes runs its share of them.
+
+The process that hosts a job's servers publishes an order. The first process of every other node carries out its part of
+the order: it starts servers, and publishes their addresses at the host. A node has a lease, as a host has that lends
+servers to an elastic run: its servers live for ``LEASE_S`` after the node last reached the host. When the host has not
+heard of the node for longer, it starts others, which are restored from the workers' copies. If another worker's process
+takes the host's part, it publishes no order, and has all servers itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.processes import supervisor
+from lightning_asgd.processes.lent_servers import (
+    BorrowedServers,
+    BorrowedShare,
+    LentServers,
+    renewal_of,
+    servers_of_machine,
+)
+from lightning_asgd.processes.server_hosts import ServerHosts
+from lightning_asgd.processes.supervisor import Supervisor
+from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.transports import registry
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = [
+    "NodeServers",
+    "PlacedServers",
+    "announce_servers",
+    "check_nodes",
+    "end_share",
+    "node_named",
+    "node_of",
+    "run_share",
+]
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""As long as a worker may be silent: the process that holds the lease trains, and may be busy for seconds."""
+_ORDER_KEY = "servers to run"  # at the host
+_STEP_S = 0.3
+_CALL_S = 2.0
+_END_S = 5.0
+
+
+def _lender(node: int) -> str:
+    return f"node {node}"
+
+
+def _key(node: int, at: int, server: int) -> str:
+    """Where a node publishes a server's address, at the host. Another order has others: a store may be used again."""
+    return f"server/node {node}/{at:x}/{server}"
+
+
+def node_of(key: str) -> int:
+    """The node on which the server with such a key runs; 0 for those where the job's servers are hosted."""
+    found = re.match(r"server/node (\d+)/", key)
+    return 0 if found is None else int(found[1])
+
+
+def check_nodes(machines: int, nodes: int) -> None:
+    """Raise a ``ConfigurationError`` if servers are to be divided among more nodes than there are."""
+    if machines > nodes:
+        raise ConfigurationError(
+            f"server_machines={machines} was given in a job with num_nodes={nodes}. Expected at most as many as nodes."
+        )
+
+
+@contextlib.contextmanager
+def node_named(server: int, key: str) -> Iterator[None]:
+    """Add to an error while a server's address is awaited which node it runs on."""
+    try:
+        yield
+    except LaunchError as error:
+        if not node_of(key):
+            raise
+        raise LaunchError(
+            f"{error}\nServer {server} belongs to node {node_of(key)}, whose process with local rank 0 starts it. "
+            "Expected that process to run with the same server_machines, and to reach the first machine."
+        ) from error
+
+
+class PlacedServers(BorrowedServers):
+    """What the process that hosts a job's servers knows of those on other nodes.
+
+    Args:
+        overseer: of the servers here.
+        servers: of the job.
+        machines: nodes among which they are divided, with this one.
+        hosts: which worker hosts the servers, where that can change.
+    """
+
+    _lost = "The first process of %s, which runs servers %s, is lost. Others are started here."
+
+    def __init__(self, overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None) -> None:
+        if overseer.rendezvous is None:
+            raise ValueError("a supervisor without a rendezvous has no servers")
+        super().__init__(overseer.rendezvous, overseer.settings, LEASE_S)
+        self.overseer, self._hosts = overseer, hosts
+        self._division = servers, machines
+        at = secrets.randbits(48)
+        for node in range(1, machines):
+            numbers = servers_of_machine(servers, machines, node)
+            keys = [_key(node, at, number) for number in numbers]
+            self._blocks.append(BorrowedShare(numbers, keys, lender=_lender(node), asked_at=at))
+        settings = {**asdict(overseer.settings), "moves": True}  # if they end, their workers find others
+        about = {"servers": servers, "machines": machines, "standby": overseer.hot_standby, "settings": settings}
+        self._order = {"at": at, "by": f"worker {0 if hosts is None else hosts.rank}", **about}
+
+    def announce(self) -> None:
+        """Let the nodes start their servers, or keep them."""
+        self._rendezvous.put(_ORDER_KEY, self._order)
+
+    @property
+    def _needed(self) -> bool:
+        """Whether a fit needs them, whose workers can restore them."""
+        return self.overseer.hot_standby
+
+    def serves(self, servers: int, machines: int, now: float) -> bool:
+        """Whether these are a job's servers, and none was lost without others in its place."""
+        return (servers, machines) == self._division and all(
+            now <= block.renewed_at + LEASE_S if block.replaced is None else block.replaced.healthy
+            for block in self._blocks
+        )
+
+    def _replace(self, block: BorrowedShare) -> None:
+        super()._replace(block)
+        if block.replaced is not None and self._hosts is not None:
+            block.replaced.has_returned = self._hosts.has_returned
+            for rank, why in self._hosts.ended().items():
+                block.replaced.report_exit("", rank, why)
+
+    def close(self) -> None:
+        """Have the nodes end their servers, and end those that run here in the place of lost ones."""
+        with contextlib.suppress(RuntimeError):  # the rendezvous is lost
+            self._rendezvous.put(_ORDER_KEY, {})
+        super().close()
+
+
+class NodeServers(LentServers):
+    """The servers that this node runs for the host.
+
+    Args:
+        node: number of this one.
+        rendezvous: of this process.
+        interface: network interface towards the other machines.
+    """
+
+    _here = "This node"
+    _level = logging.INFO  # each job starts and ends them
+
+    def __init__(self, node: int, rendezvous: Rendezvous, interface: str) -> None:
+        super().__init__(rendezvous, ServerSettings(), _lender(node), LEASE_S)
+        self._node, self._interface = node, interface
+        self._asked: dict[str, Any] = {}  # this node's part of the host's latest order
+        self._reached_at = -math.inf
+        self._standby = False
+        self._published: dict[int, dict[str, Any]] = {}  # entries of the servers, by their numbers
+
+    def ask(self, there: Rendezvous, now: float) -> None:
+        """Renew the lease, learn the host's order, and publish at the host where the servers are."""
+        self.renew(there, now)
+        self._asked = self._part(there)
+        self._reached_at = now
+        if self._asked and self._asked != self._order:  # the host knows whose order it is before servers start
+            there.put(renewal_of(self._lender), {"at": self._asked["at"], "now": now})
+        if self._servers is not None and self._asked == self._order and not self._replaced:
+            self._publish(there)
+
+    def _part(self, there: Rendezvous) -> dict[str, Any]:
+        """This node's part of the host's order; none if a process before this one has carried that out."""
+        order = there.peek(_ORDER_KEY, dict)
+        match order:
+            case {"at": int(at), "servers": int(servers), "machines": int(machines), "settings": dict(settings)}:
+                numbers = servers_of_machine(servers, machines, self._node) if self._node < machines else ()
+                taken = (there.peek(renewal_of(self._lender), dict) or {}).get("at") == at != self._order.get("at")
+                if not numbers or taken:
+                    return {}
+                if at != self._order.get("at"):
+                    self._set(settings)
+                    self._standby = bool(order["standby"])
+                return {"at": at, "by": order["by"], "first": numbers[0], "number": len(numbers)}
+        return {}
+
+    def _set(self, settings: dict[str, Any]) -> None:
+        interface = registry.kind_of(settings["transport"]).open_to_others(self._rendezvous, self._interface)
+        self._settings = ServerSettings(**{**settings, "interface": interface, "snapshots": ""})
+
+    def _lend(self, order: dict[str, Any]) -> None:
+        super()._lend(order)
+        self._published = {}
+        if self._servers is not None:
+            self._servers.hot_standby = self._standby
+
+    def _publish(self, there: Rendezvous) -> None:
+        for number, key in enumerate(self._keys, self._order["first"]):
+            try:
+                entry = self._rendezvous.way_to_server(key)
+            except LaunchError as error:  # it could not be started
+                entry = {"error": str(error).partition("\nExpected it to start.")[0]}
+            if entry and entry != self._published.get(number):
+                there.put(_key(self._node, self._order["at"], number), entry)
+                self._published[number] = entry
+
+    def step(self, now: float) -> None:
+        """Start, keep or end the servers."""
+        try:
+            self.keep(self._asked, now, self._reached_at)
+        except LaunchError:
+            pass  # the workers learn that a server cannot be started
+        except OSError as error:
+            log.error("%s cannot start its servers: %s", self._here, error)
+
+    def forget(self) -> None:
+        """The host that has given the order is the host no longer."""
+        self._asked = {}
+
+    def say_ended(self, there: Rendezvous) -> None:
+        """Let the host know that this node's servers have ended: it need not wait for the end of their lease."""
+        if self._order:
+            there.put(renewal_of(self._lender), {"at": self._order["at"], "ended": True})
+
+
+class _Share:
+    """Runs a node's servers, in a thread. ``where`` is the address of the host's rendezvous."""
+
+    def __init__(self, servers: NodeServers, transport: str, where: Callable[[], tuple[str, int]]) -> None:
+        self._transport, self.where = transport, where
+        self._servers, self._lock = servers, threading.Lock()
+        self._there: Rendezvous | None = None
+        self._address: tuple[str, int] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.node", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_STEP_S):
+            now = time.monotonic()
+            self._reach(lambda there, now=now: self._servers.ask(there, now))  # type: ignore[misc]
+            with self._lock:
+                if not self._closed.is_set():
+                    self._servers.step(time.monotonic())
+        with self._lock:
+            self._servers.close()
+        self._reach(self._servers.say_ended)
+        self._drop()
+
+    def _reach(self, call: Callable[[Rendezvous], None]) -> None:
+        """Call with a connection to the host's rendezvous, if that can be reached."""
+        address = self.where()
+        if address != self._address:
+            self._drop()
+            self._servers.forget()
+            self._address = address
+        try:
+            self._there = self._there or Rendezvous.connect(*address, _CALL_S, transport=self._transport)
+            call(self._there)
+        except Exception as error:  # of any kind: else the lease would end, and no message would say why
+            if not isinstance(error, RuntimeError):
+                log.exception("The host of the servers could not be asked.")
+            self._drop()
+
+    def _drop(self) -> None:
+        there, self._there = self._there, None
+        if there is not None:
+            there.close()
+
+    def close(self, *, wait: bool) -> None:
+        """End the servers at once; ``wait`` until the host knows it."""
+        self._closed.set()
+        with self._lock:
+            self._servers.close()
+        if wait:
+            self._thread.join(_END_S)
+
+
+class _Watch:
+    """Watches over the servers of other nodes, in a thread."""
+
+    def __init__(self, placed: PlacedServers) -> None:
+        self.placed, self._closed = placed, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_asgd.nodes", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_STEP_S):
+            try:
+                self.placed.step(time.monotonic())
+            except Exception as error:  # of any kind: else no lost node would be noticed any more
+                if not isinstance(error, RuntimeError):  # else the workers learn it from the rendezvous
+                    log.exception("The servers of other nodes could not be looked after.")
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+        self.placed.close()
+
+
+_share: _Share | None = None  # of this process's node
+_watch: _Watch | None = None  # in the process that hosts the servers
+_inherited: list[Any] = []  # the parent's, of a forked process, which must not close it
+
+
+def run_share(servers: NodeServers, transport: str, where: Callable[[], tuple[str, int]]) -> None:
+    """As the first process of a node, run its servers until the process ends, as ordered at ``where``.
+
+    Those of an earlier call are kept.
+    """
+    global _share
+    if _share is not None:
+        _share.where = where
+        return
+    _share = _Share(servers, transport, where)
+    supervisor.ensure_watch().on_close = end_share  # at exit, once this node's workers have ended
+
+
+def announce_servers(overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None) -> list[str]:
+    """Have the servers of a job run on several nodes. Returns the keys of all servers' addresses."""
+    global _watch
+    keys = overseer.keys(len(servers_of_machine(servers, machines, 0)))
+    if machines == 1:
+        return keys
+    kept = _watch is not None and _watch.placed.overseer is overseer
+    if _watch is None or not kept or not _watch.placed.serves(servers, machines, time.monotonic()):
+        if _watch is not None:
+            _watch.close()
+        _watch = _Watch(PlacedServers(overseer, servers, machines, hosts))
+        overseer.on_close = _watch.close
+    _watch.placed.announce()
+    return [*keys, *_watch.placed.keys]
+
+
+def end_share(*, wait: bool = True) -> None:
+    """End this node's share of the servers: the process ends, or is to host all servers itself."""
+    global _share
+    share, _share = _share, None
+    if share is not None:
+        share.close(wait=wait)
+
+
+def _after_fork() -> None:
+    global _share, _watch
+    _inherited.append((_share, _watch))
+    _share = _watch = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
