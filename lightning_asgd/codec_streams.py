@@ -26,7 +26,7 @@ from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.layout import Groups, Role
 from lightning_asgd.numerics import is_finite
 
-__all__ = ["CodecState", "Coded", "SyncPointCodec", "Updates", "Weights", "streams"]
+__all__ = ["CodecState", "Coded", "SyncPointCodec", "Updates", "Weights", "is_coded", "streams"]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -45,7 +45,7 @@ class Updates:
 
     def __init__(self, compression: Compression, groups: Groups) -> None:
         self.compression = compression
-        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._coded = [is_coded(role, dtype) for role, dtype, _ in groups]
         self._residual: dict[int, Tensor] = {}
 
     def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
@@ -79,7 +79,7 @@ class Weights:
 
     def __init__(self, compression: Compression, groups: Groups) -> None:
         self.compression = compression
-        self._coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self._coded = [is_coded(role, dtype) for role, dtype, _ in groups]
         self._known: dict[int, Tensor] = {}  # what both ends have, where differences are sent
 
     def encode(self, weights: Sequence[Tensor], *, full: bool = False) -> tuple[Coded, ...]:
@@ -129,7 +129,7 @@ class SyncPointCodec:
 
     def __init__(self, groups: Groups) -> None:
         self.code = _Int16()
-        self.coded = [_is_coded(role, dtype) for role, dtype, _ in groups]
+        self.coded = [is_coded(role, dtype) for role, dtype, _ in groups]
         """Per group, whether it is coded."""
         self.values: tuple[Tensor, ...] | None = None
         """The last weights, per group; groups that are not coded keep the weights as they were sent."""
@@ -224,7 +224,8 @@ def streams(
     ]
 
 
-def _is_coded(role: Role, dtype: str) -> bool:
+def is_coded(role: Role, dtype: str) -> bool:
+    """Whether a group is compressed: a residual of 16 bits would lose small updates."""
     return role is Role.PARAMETER and dtype in ("float32", "float64")
 
 

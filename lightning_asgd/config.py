@@ -154,8 +154,8 @@ def _code(compression: Any, rule: Algorithm) -> Compression | None:
     code = find_compression(compression)
     if code is not None and rule.code is not None:
         raise ConfigurationError(
-            f"compression={compression!r} was given with {type(rule).__name__}, which has a code of its own. Expected "
-            "none."
+            f"compression={compression!r} was given with {type(rule).__name__}, which compresses pushes with its own "
+            "code. Expected none."
         )
     if code is not None and not rule.compressible:
         raise ConfigurationError(

@@ -82,10 +82,10 @@ class Calibration:
 # `lightning-asgd plan --measure` makes these figures; here with ZeroMQ, encrypted.
 RECORDED = Calibration(
     {
-        16: ServerCosts(claim_s=477e-6, exchange_s=597e-6, beat_s=271e-6, contribution_s=285e-6, gbyte_s=0.51),
-        64: ServerCosts(claim_s=454e-6, exchange_s=607e-6, beat_s=271e-6, contribution_s=278e-6, gbyte_s=0.51),
-        256: ServerCosts(claim_s=460e-6, exchange_s=622e-6, beat_s=270e-6, contribution_s=288e-6, gbyte_s=0.51),
-        1024: ServerCosts(claim_s=474e-6, exchange_s=673e-6, beat_s=269e-6, contribution_s=304e-6, gbyte_s=0.51),
+        16: ServerCosts(claim_s=508e-6, exchange_s=635e-6, beat_s=322e-6, contribution_s=336e-6, gbyte_s=0.61),
+        64: ServerCosts(claim_s=459e-6, exchange_s=650e-6, beat_s=322e-6, contribution_s=329e-6, gbyte_s=0.61),
+        256: ServerCosts(claim_s=466e-6, exchange_s=647e-6, beat_s=322e-6, contribution_s=330e-6, gbyte_s=0.61),
+        1024: ServerCosts(claim_s=480e-6, exchange_s=648e-6, beat_s=322e-6, contribution_s=333e-6, gbyte_s=0.61),
     },
     "a machine with two AMD EPYC cores",
 )

@@ -97,9 +97,9 @@ TOOLS = {
 # 153 of the core are changes of members one by one, exact sums of batch sizes, silence, long lists in messages.
 # 835 of the tools are simulated leases and faults, what messages cost a server, and times that end where that does.
 # 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
-# 510 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
-# 580 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
-LINES = {"core": 34_590, "engines": 1_097, "tools": 9_690}
+# 590 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
+# 630 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
+LINES = {"core": 34_720, "engines": 1_097, "tools": 9_700}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -29,7 +29,7 @@ def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
         num_nodes=num_nodes,
         external=environment.creates_processes_externally,
         by_hand=private_names.is_a(environment, private_names.one_machine),
-        node=environment.node_rank() if num_nodes > 1 else 0,
+        node=environment.node_rank,
         foreign=is_foreign(environment),
         main=lambda: (str(environment.main_address), int(environment.main_port)),
     )

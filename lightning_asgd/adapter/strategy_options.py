@@ -77,6 +77,11 @@ class StrategyOptions(JobOptions):
                     f"start_method={self.start_method!r} was given with island={self.island!r}. Expected 'popen': the "
                     "processes of one Trainer's islands are started as scripts."
                 )
+        if algorithm.code is not None:
+            raise ConfigurationError(
+                f"algorithm={type(algorithm).__name__} was given with island={self.island!r}. Expected an algorithm "
+                "without a code of its own: the processes of an island send their parts uncompressed."
+            )
         if self.config.compression is not None:
             raise ConfigurationError(
                 f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "

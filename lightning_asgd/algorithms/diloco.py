@@ -4,8 +4,8 @@ With :math:`D = w - x_i`, the *pseudo-gradient* of a worker, or the mean of all 
 
 .. math::  m \leftarrow B m + D, \qquad w \leftarrow w - \epsilon\,(D + B m)
 
-*B* is capped by default (:mod:`lightning_asgd.algorithms.outer_momentum`): 0.9 after long periods, and less after short
-ones, whose pseudo-gradients are so much alike that a momentum of 0.9 would make every step ten times as long.
+*B* is capped by default: 0.9 after long periods, and less after short ones. After those, successive pseudo-gradients
+are so similar that a momentum of 0.9 would make every step ten times as long.
 
 References:
     A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105,
@@ -121,7 +121,8 @@ class StreamingDiLoCo(DiLoCo):
         A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
 
     Departures:
-        The answer is merged when it is there instead of after a fixed number of steps. Updates are not quantised.
+        The answer is merged when it is there instead of after a fixed number of steps. Updates are quantised only if
+        ``compression="4bit"`` is given.
     """
 
     parts: int = 4

@@ -15,10 +15,12 @@ cap keeps the gain below :math:`1 + \mu_{max}` and the rest below the length of 
 
     \mu \le \mu_{max}, \qquad \mu + \mu^2 \max(c, 0) \le \mu_{max}, \qquad \mu^2 |b - c D| \le |D|
 
+If the gain would be negative, :math:`\mu` is 0. It falls at once, and rises by a tenth of the gap per update. There is
+one factor for what a server holds of a fragment in one dtype, so it depends on the number of servers.
+
 References:
     Y. Nesterov, 1983, as I. Sutskever et al. write it, "On the importance of initialization and momentum in deep
-    learning", ICML 2013. The cap follows a draft of 2026 on the outer momentum of DiLoCo; that :math:`\mu` falls at
-    once and rises by a tenth of the way per update is its rule too.
+    learning", ICML 2013. The cap is not from a published paper.
 """
 
 from __future__ import annotations
@@ -56,12 +58,17 @@ def capped_factor(momentum: Tensor, update: Tensor, before: float) -> float:
         update: *D*, shape ``(n,)``.
         before: the factor for the update before.
     """
+    if update.is_complex():
+        momentum, update = torch.view_as_real(momentum).flatten(), torch.view_as_real(update).flatten()
+    wide = torch.float64 if update.dtype is torch.float64 else torch.float32  # a product of 16 bits would overflow
     length = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     if length == 0:
         return min(before, MOST)
-    along = float(torch.dot(momentum, update)) / length**2
+    along = float(torch.dot(momentum.to(wide), update.to(wide))) / length / length
     size = float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) / length
-    across = math.sqrt(max(size**2 - along**2, 0.0))
+    if not math.isfinite(along * size):
+        return 0.0
+    across = math.sqrt(max(size * size - along * along, 0.0))
     cap = (math.sqrt(1 + 4 * along * MOST) - 1) / (2 * along) if along > _NEAR_0 else MOST
     cap = min(cap, MOST, across**-0.5 if across > _NEAR_0 else MOST)
     if 1 + cap + cap**2 * along < 0:  # the momentum would turn the update back

@@ -42,10 +42,11 @@ class SparseLoCo(Algorithm):
     Args:
         lr: the outer learning rate.
         largest: values that are sent of every 4,096, even: 128 are 3.1 %, 0.44 bits per parameter.
-        residual_decay: the part of what was not sent that the next push makes up for.
+        residual_decay: the fraction of a push's residual, of what was not sent, that is added to the next push.
 
     State:
-        none beside the weights. Workers keep one vector, what was not sent.
+        none beside the weights, but a lost server cannot be restored from the workers' copies. Workers keep one
+        vector, the residual.
 
     Staleness:
         ignored, as by :class:`ASGD`.

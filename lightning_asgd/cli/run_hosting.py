@@ -14,6 +14,7 @@ from lightning_asgd.processes.host_entry import (
     CALL,
     HOST_KEY,
     JOIN_KEY,
+    LEASE_S,
     STOP_KEY,
     VOTED_KEY,
     HostEntry,
@@ -47,7 +48,7 @@ class _OtherHost:
     def __init__(
         self,
         address: str,
-        lease_s: float,
+        lease_s: Callable[[], float],
         note: Callable[[str, HostEntry | None, float, bool], None],
         look: Callable[[str, Rendezvous, float], None],
     ) -> None:
@@ -66,11 +67,11 @@ class _OtherHost:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(_ASK * self._lease_s):
+        while not self._closed.wait(_ASK * self._lease_s()):
             asked_at, host = time.monotonic(), parted(self._address)
             try:
                 if self._there is None:
-                    self._there = Rendezvous.connect(*host, CALL * self._lease_s, elsewhere=True)
+                    self._there = Rendezvous.connect(*host, CALL * self._lease_s(), elsewhere=True)
                 for key, value in list(self._unsent.items()):
                     self._there.put(key, value)
                     if self._unsent.get(key) is value:
@@ -94,9 +95,9 @@ class _OtherHost:
 class _Heard:
     """When this host's coordinator has heard each worker. It is asked without waiting for its answer."""
 
-    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str, lease_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str) -> None:
         self._rendezvous, self._kind, self._interface = rendezvous, registry.kind_of(transport), interface
-        self._lease_s = lease_s
+        self._lease_s = LEASE_S
         self._connection: Transport | None = None
         self._call: Any = None
         self._asked_at = 0.0
@@ -105,8 +106,9 @@ class _Heard:
         self.left: set[int] = set()
         """Workers that have left. One that was silent before it was excluded may be alive, and is not among them."""
 
-    def look(self, key: str, now: float) -> None:
+    def look(self, key: str, now: float, lease_s: float) -> None:
         """Take an answer that has arrived; ask again now and then."""
+        self._lease_s = lease_s
         if self._call is not None and self._call.done():
             call, self._call = self._call, None
             with contextlib.suppress(RuntimeError):
@@ -161,7 +163,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._host, self._lock = RunHost(entry, time.monotonic()), threading.Lock()
         self._rendezvous, self._overseer = rendezvous, overseer
         self._others: dict[str, _OtherHost] = {}
-        self._heard = _Heard(rendezvous, entry.transport, interface, entry.lease_s)
+        self._heard = _Heard(rendezvous, entry.transport, interface)
         self._published: HostEntry | None = None
         self._voted: Any = None
         self._could_take_over = False
@@ -201,7 +203,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._add(self._rendezvous.peek(JOIN_KEY, str))
         self._ask_others()
         if self.entry.serves and self._others:
-            self._heard.look(self.keys[0], now)
+            self._heard.look(self.keys[0], now, self.entry.lease_s)
         elif not self.entry.serves:
             self._look_for_votes(now)
             if not self.entry.ready and self._have_started():
@@ -239,7 +241,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
 
     def _ask_others(self) -> None:
         for address in set(self._host.others) - self._others.keys():
-            self._others[address] = _OtherHost(address, self.entry.lease_s, self._note, self._look)
+            self._others[address] = _OtherHost(address, lambda: self.entry.lease_s, self._note, self._look)
         for address in self._others.keys() - set(self._host.others):
             self._others.pop(address).close()
         entry = self.entry

@@ -24,7 +24,6 @@ _LEASE_S = 2.5
 _START_S = 60.0
 _POLL_S = 0.2
 _POLL = 0.08  # of the lease, where this is running
-_SHORTEST_S, _LONGEST_S = 0.5, 600.0  # leases
 
 
 def serve(
@@ -63,9 +62,10 @@ def serve(
             host that serves is lost. Give workers the addresses of all hosts.
         machines: number of machines among which the servers are divided, with this one. The others join with --join,
             and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
-        lease_s: seconds for which this host serves without hearing from other hosts or from workers, where others have
-            joined with --join; they have the same. A host whose machine is lost is replaced after about three times as
-            long. With less than a pause of a busy machine, hosts that live are replaced too.
+        lease_s: if other hosts have joined with --join: seconds for which this host keeps serving without hearing from
+            them or from workers, 0.5 to 4. Joining hosts use the same value. A host whose machine is lost is replaced
+            after about two and a half times as long. If it is shorter than the pauses of a busy machine, healthy hosts
+            are replaced as well.
     """
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
     from lightning_asgd.processes.lent_servers import ServerBorrower, servers_of_machine
@@ -118,7 +118,7 @@ def _host(
                         f"The present host of run {entry.run!r} has not reached this one at {entry.address} within "
                         f"{_START_S:g} s. Expected an address that all hosts reach. Give another --host."
                     )
-                time.sleep(_POLL * entry.lease_s)
+                time.sleep(min(_POLL_S, _POLL * entry.lease_s))
                 health.keys = hosting.keys
                 overseer.check_servers()
             hosting.leave()
@@ -180,12 +180,13 @@ def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s
     """Raise a ``ConfigurationError`` for a value that is out of range."""
     from lightning_asgd.config import seconds
     from lightning_asgd.errors import ConfigurationError
+    from lightning_asgd.processes.host_entry import LONGEST_S, SHORTEST_S
     from lightning_asgd.validation import between, whole
 
     seconds("snapshot_every_s", snapshot_every_s)
     whole("num_servers", num_servers)
     between("port", port, 0, 65535)
-    between("lease_s", lease_s, _SHORTEST_S, _LONGEST_S)
+    between("lease_s", lease_s, SHORTEST_S, LONGEST_S)
     if not run_id:
         raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
     if host in ("", "0.0.0.0", "::"):

@@ -84,6 +84,8 @@ class Int8(Compression):
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""
         parts = [b for b in self._blocks(values) if b.numel()]
+        if not parts:
+            return values.to(self._type), values.float()
         scales = torch.cat([b.abs().amax(1, keepdim=True).float() / self._limit for b in parts])
         rounded = torch.empty(values.numel(), dtype=self._type)
         outs = [b for b in self._blocks(rounded) if b.numel()]

@@ -1,7 +1,7 @@
-"""Codes of 4, 2 and 1 bits, for updates whose losses the next update makes up for.
+"""Codes of 4, 2 and 1 bits for updates: the next update carries what rounding has lost.
 
-A code's value is a small whole number times the scale of its block. Vectors are coded some blocks at a time, so that
-what is computed in between stays in a core's cache.
+A code's value is a small whole number times the scale of its block. Vectors are coded a few blocks at a time, so that
+intermediate results stay in a core's cache.
 
 References:
     A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, section 2.3: E3M0.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.codes import Int8
-from lightning_asgd.compression.vector_code import Compression
+from lightning_asgd.compression.vector_code import Compression, check_lengths
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import whole
 
@@ -75,13 +75,15 @@ class _LowBits(Compression):
         for chunk, scale, codes in self._chunks(values, scales, packed):
             whole_blocks = chunk.float()
             if rest := -len(chunk) % self.block:
-                whole_blocks = torch.nn.functional.pad(whole_blocks, (0, rest))
+                last = whole_blocks[rest - self.block :]
+                whole_blocks = torch.nn.functional.pad(whole_blocks, (0, rest), value=float(last.abs().mean()))
             self._pack(self._encode(whole_blocks.view(-1, self.block), scale[:, None]), codes)
         return packed[: -(-len(values) * self.bits // 8)], scales
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
         packed, scales = coded
+        check_lengths(self, coded, [-(-len(out) * self.bits // 8), -(-len(out) // self.block)])
         table = _TABLES[self.bits]
         for chunk, scale, codes in self._chunks(out, scales, packed):
             numbers = torch.index_select(table, 0, codes.int()).view(torch.int8)
@@ -146,7 +148,7 @@ class Float4(_LowBits):
 class Int2(_LowBits):
     """A fifteenth of the bytes: -3, -1, 1 or 3 times a scale, five eighths of the mean magnitude of a block.
 
-    For normally distributed values twice the scale is a standard deviation, which is the best step.
+    For normally distributed values the step, twice the scale, is one standard deviation, which is nearly the best.
 
     Args:
         block: values that share a scale, a multiple of 8.

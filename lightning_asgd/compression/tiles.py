@@ -4,9 +4,10 @@ References:
     A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706.
 
 Departures:
-    A tile is 4,096 consecutive values of a shard, and not 64 x 64 values of a matrix: servers know no matrices. Two
-    bits are a sign and whether a magnitude is above the mean of those of its tile that are sent; either magnitude is
-    decoded as the mean of those that it stands for. The paper has one table of values for a parameter.
+    A tile is 4,096 consecutive values of a shard, and not 64 x 64 values of a matrix: servers know no matrices. The two
+    bits are the sign, and whether the magnitude is above the mean of the tile's sent magnitudes; each of these two
+    classes is decoded as its own mean. The paper has one table of values for a parameter. A tile with fewer values
+    above 0 than are sent also sends zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.codes import Cast
-from lightning_asgd.compression.vector_code import Compression
+from lightning_asgd.compression.vector_code import Compression, check_lengths
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import between, whole
 
@@ -35,7 +36,7 @@ class TopTiles(Compression):
 
     Args:
         largest: number of values of a tile that are sent, even: 128 are 3.1 %.
-        residual_decay: the part of what a push has lost that the next one makes up for.
+        residual_decay: the fraction of a push's residual that is added to the next push.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -85,11 +86,14 @@ class TopTiles(Compression):
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
         packed, signs, large, means = coded
-        shape = len(means), self.largest
+        shape = -(-len(out) // _TILE), self.largest
+        sent = shape[0] * shape[1]
+        nbytes = -(-sent // 8)
+        check_lengths(self, (packed, signs, large, means.flatten()), [sent * 3 // 2, nbytes, nbytes, 2 * shape[0]])
         places = _unpack_places(packed).view(shape)
-        size = means.to(out.dtype).gather(1, _unpack_bits(large, shape).long())
+        size = means.view(-1, 2).to(out.dtype).gather(1, _unpack_bits(large, shape).long())
         size = torch.where(_unpack_bits(signs, shape).bool(), -size, size)
-        padded = torch.zeros(len(means), _TILE, dtype=out.dtype)
+        padded = torch.zeros(shape[0], _TILE, dtype=out.dtype)
         padded.scatter_(1, places.long(), size)
         out.copy_(padded.view(-1)[: len(out)])
 

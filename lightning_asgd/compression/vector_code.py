@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
+from lightning_asgd.errors import ProtocolError
 from lightning_asgd.validation import Configurable
 
-__all__ = ["Compression"]
+__all__ = ["Compression", "check_lengths"]
 
 
 class Compression(Configurable):
@@ -24,12 +26,12 @@ class Compression(Configurable):
 
     @property
     def decay(self) -> float:
-        """The part of what a push has lost that the next one makes up for."""
+        """The fraction of a push's residual that is added to the next push."""
         return 1.0
 
     @property
     def downward(self) -> Compression:
-        """The code for the servers' weights, of which no later message makes up for what is lost."""
+        """The code for weights that servers send. These have no error feedback, so it must be more accurate."""
         return self
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -48,3 +50,10 @@ class Compression(Configurable):
             out: shape ``(n,)``.
         """
         raise NotImplementedError
+
+
+def check_lengths(code: Compression, coded: Sequence[Tensor], expected: Sequence[int]) -> None:
+    """Raise a :class:`ProtocolError` unless the vectors that a code was received as have these lengths."""
+    shapes = [tuple(part.shape) for part in coded]
+    if shapes != [(length,) for length in expected]:
+        raise ProtocolError(f"{code} was received as vectors of shapes {shapes}. Expected lengths {list(expected)}.")

@@ -231,7 +231,9 @@ def surroundings() -> Surroundings:
     by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
     local_rank = int(os.environ.get("LOCAL_RANK", rank % each))
     node = int(os.environ.get("GROUP_RANK", rank // each))
-    return Surroundings(rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)), node)
+    return Surroundings(
+        rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)), lambda: node
+    )
 
 
 def _listed(given: Any) -> Sequence[Any]:

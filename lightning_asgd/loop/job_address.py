@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes import placed_servers, rank_variables
 from lightning_asgd.processes.returned_host import Moved, Signpost
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import allow_many_connections
@@ -48,7 +48,7 @@ class Surroundings:
     external: bool  # whether this process starts no workers, since a user or another program does
     by_hand: bool  # whether a user starts them, and neither torchrun nor SLURM
     main: Callable[[], tuple[str, int]]  # address at which worker 0 can host the rendezvous
-    node: int = 0  # number of this process's machine
+    node: Callable[[], int] = lambda: 0  # number of this process's machine
     foreign: bool = False  # whether ranks and world come from neither torch's nor Lightning's variables
 
 
@@ -219,6 +219,10 @@ def point_to(hosts: ServerHosts, program: str) -> None:
 
 def release_port() -> None:
     """Stop serving at ``MASTER_PORT`` what torch cannot use: another strategy is about to host torch's store there."""
+    global _own
     for address, rendezvous in list(_hosted.items()):
         if not rendezvous.serves_torch and str(address[1]) == os.environ.get("MASTER_PORT"):
+            if rendezvous is _own:
+                placed_servers.end_share()
+                _own = None
             _hosted.pop(address).close()

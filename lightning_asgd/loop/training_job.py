@@ -107,6 +107,7 @@ class TrainingJob:
         program: tells the job from another one at the same address.
         arrival: this process until it has been connected, where it may have been started again; else None.
         server_machines: nodes among which the servers are divided; one once another worker hosts them.
+        lease_s: for which a node's servers live without reaching the first node.
         placed: servers of the present session that run on other nodes than the first one.
     """
 
@@ -132,6 +133,7 @@ class TrainingJob:
     program: str = ""
     arrival: Arrival | None = None
     server_machines: int = 1
+    lease_s: float = placed_servers.LEASE_S
     placed: frozenset[int] = frozenset()
 
     @classmethod
@@ -149,6 +151,7 @@ class TrainingJob:
             given=options.addresses,
             run_id=options.run_id or "",
             server_machines=options.server_machines,
+            lease_s=max(placed_servers.LEASE_S, config.timeouts.silence_s),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class TrainingJob:
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous. In the main process, start the servers, and say who could get in."""
-        placed_servers.check_nodes(self.server_machines, place.num_nodes)
+        node = placed_servers.checked_node(self.server_machines, place.num_nodes, place.rank, place.node)
         # A worker that Lightning's launcher started on one machine has the address, and LOCAL_RANK as under torchrun.
         started_here = rank_variables.address() is not None or not place.external
         one_machine = place.num_nodes == 1 and started_here
@@ -204,9 +207,9 @@ class TrainingJob:
         if is_main:
             rendezvous = job_address.hosted_at(kind, self.address, self.start_timeout_s, again=hosts is not None)
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
-        elif 0 < place.node < self.server_machines and place.local_rank == 0:
+        elif 0 < node < self.server_machines and place.local_rank == 0:
             own = job_address.own_rendezvous(kind, here, rank, self.address, leads=True)
-            self._run_share(NodeServers(place.node, own, self.interface), self.address, hosts)
+            self._run_share(NodeServers(node, own, self.interface, self.lease_s), self.address, hosts)
 
     def _run_share(self, servers: NodeServers, first: tuple[str, int], hosts: ServerHosts | None) -> None:
         """Run servers on this node, as ordered where worker 0 hosts them; they end if another worker hosts them."""
@@ -239,7 +242,9 @@ class TrainingJob:
 
     def _announce(self, rendezvous: Rendezvous, overseer: supervisor.Supervisor) -> None:
         rendezvous.put("job", self.name)
-        keys = placed_servers.announce_servers(overseer, self.num_servers, self.server_machines, self.hosts)
+        keys = placed_servers.announce_servers(
+            overseer, self.num_servers, self.server_machines, self.hosts, self.lease_s
+        )
         rendezvous.announce_session(self.session, self.transport, keys)
 
     def _begin_or_follow(self, arrival: Arrival) -> None:

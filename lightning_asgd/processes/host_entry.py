@@ -16,6 +16,8 @@ __all__ = [
     "HOST_KEY",
     "JOIN_KEY",
     "LEASE_S",
+    "LONGEST_S",
+    "SHORTEST_S",
     "STOP_KEY",
     "VOTED_KEY",
     "HostEntry",
@@ -32,7 +34,8 @@ STOP_KEY = "host to stop"
 VOTED_KEY = "latest vote"
 LEASE_S = 2.5
 """For which the present host serves without hearing from others, unless ``serve`` is given another time."""
-_LONGEST_S = 600.0
+SHORTEST_S, LONGEST_S = 0.5, 4.0
+"""Of leases: votes and the list of hosts have times of their own, which a longer one would outlast."""
 CALL = 0.4
 """The part of that time for a connection to a host, and for a call."""
 
@@ -84,7 +87,7 @@ class HostEntry:
                 "campaigns": bool(campaigns),
                 "lease_s": float(lease_s),
             } if (
-                0 < lease_s <= _LONGEST_S
+                SHORTEST_S <= lease_s <= LONGEST_S
                 and all(is_address(each) for each in (address, *hosts))
                 and all(isinstance(n, int) for n in workers)
             ):

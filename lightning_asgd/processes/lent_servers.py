@@ -1,7 +1,7 @@
 """Servers that a process runs for a host on another machine, and what that host knows of them.
 
 The host *borrows*: it orders others to start servers, and has their addresses published beside those of its own. A
-lender has a lease: its lent servers live for ``lease_s`` after it last reached the host, and not longer than this one
+lender has a lease: its lent servers live for ``lease_s`` after it last reached the host, and only while that host
 serves. So when the host has not heard a lender for longer than that, the lent servers are gone, and it starts others
 in their place, which are restored from the workers' copies. A host that takes over uses servers of its own only.
 
@@ -69,7 +69,7 @@ class LentServers:
     _level = logging.WARNING  # of what is logged as servers start, and when their order was withdrawn
 
     def __init__(self, rendezvous: Rendezvous, settings: ServerSettings, lender: str, lease_s: float) -> None:
-        self._rendezvous, self._lender, self._lease_s = rendezvous, lender, lease_s
+        self.rendezvous, self._lender, self._lease_s = rendezvous, lender, lease_s
         self._settings = replace(settings, snapshots="")  # a folder holds those of a whole run
         self._servers: Supervisor | None = None
         self._keys: list[str] = []  # of their addresses, in this process's rendezvous
@@ -84,16 +84,15 @@ class LentServers:
             now: seconds.
             reached_at: when the latest question was sent to which the host has answered that the order holds.
         """
-        due = bool(order) and now <= reached_at + self._lease_s
+        in_time = now <= reached_at + self._lease_s
+        due = bool(order) and in_time
+        why = "others have replaced them" if self._replaced else "their order no longer holds"
+        why = why if in_time else "their lease is over"
         if self._servers is not None and (not due or order != self._order or self._replaced):
-            log.log(
-                logging.WARNING if order else self._level,
-                "%s has ended the servers that it lent to %s, which is lost, unreachable, or needs them no longer.",
-                self._here,
-                self._order["by"],
-            )
+            level = self._level if in_time and not self._replaced else logging.WARNING
+            log.log(level, "%s has ended the servers that it ran for %s: %s.", self._here, self._order["by"], why)
             self.close()
-        elif self._servers is None and due and order != self._order:
+        if self._servers is None and due and order != self._order:
             self._lend(order)
         if self._servers is not None:
             self._servers.extend_lease(reached_at + self._lease_s)
@@ -103,10 +102,14 @@ class LentServers:
         match order:
             case {"first": int(first), "number": int(number)} if first > 0 and 0 < number <= 4096:
                 self._order, self._replaced = order, False
-                self._servers = Supervisor(self._rendezvous, self._settings, first=first)
-                self._servers.start()
-                self._servers.add_servers(number)
-                self._keys = self._servers.keys(number)
+                servers = Supervisor(self.rendezvous, self._settings, first=first)
+                try:
+                    servers.start()
+                    servers.add_servers(number)
+                except OSError:
+                    servers.close()
+                    raise
+                self._servers, self._keys = servers, servers.keys(number)
                 numbers = ", ".join(map(str, range(first, first + number)))
                 log.log(self._level, "%s starts servers %s for %s.", self._here, numbers, order["by"])
 
@@ -138,13 +141,14 @@ class ServerLender(LentServers):
             entry: of this host.
             reached_at: when the latest question was sent to which the present host has answered that it serves.
         """
-        order = self._rendezvous.peek(_ORDER_KEY, dict) or {}
+        order = self.rendezvous.peek(_ORDER_KEY, dict) or {}
         given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
+        self._lease_s = entry.lease_s
         self.keep(order if given else {}, now, reached_at)
 
     def _lend(self, order: dict[str, Any]) -> None:
         super()._lend(order)
-        self._rendezvous.put(_LENT_KEY, {"order": self._order, "keys": self._keys})
+        self.rendezvous.put(_LENT_KEY, {"order": self._order, "keys": self._keys})
 
 
 @dataclass
@@ -190,7 +194,6 @@ class BorrowedServers:
         """Replace the servers of lenders that are lost. Called once all have started."""
         for block in self._blocks:
             if block.replaced is not None:
-                block.replaced.check_servers()
                 continue
             renewal = self._rendezvous.peek(renewal_of(block.lender), dict) or {}
             if renewal.get("at") == block.asked_at and renewal != block.renewal:
@@ -198,15 +201,23 @@ class BorrowedServers:
                 block.renewed_at = now - self._lease_s if ended else now
             elif self._needed and now > block.renewed_at + self._lease_s + _MARGIN_S:
                 self._replace(block)
+        for block in self._blocks:
+            if block.replaced is not None:
+                block.replaced.check_servers()
 
     def _replace(self, block: BorrowedShare) -> None:
         log.warning(self._lost, block.lender, ", ".join(map(str, block.servers)))
         self._rendezvous.put(_replaced_of(block.lender), block.asked_at)
-        block.replaced = Supervisor(self._rendezvous, self._settings, first=block.servers[0])
-        block.replaced.start()
-        block.replaced.add_servers(len(block.servers), succeed=True)
-        for key, successor in zip(block.keys, block.replaced.keys(len(block.servers)), strict=True):
-            self._rendezvous.put(successor_of(key), successor)
+        servers = Supervisor(self._rendezvous, self._settings, first=block.servers[0])
+        try:
+            servers.start()
+            servers.add_servers(len(block.servers), succeed=True)
+            for key, successor in zip(block.keys, servers.keys(len(block.servers)), strict=True):
+                self._rendezvous.put(successor_of(key), successor)
+        except Exception:
+            servers.close()  # it is tried again
+            raise
+        block.replaced = servers
 
     def kill(self) -> None:
         """End the servers that run here in the place of lost ones: another host may have taken over."""

@@ -2,9 +2,9 @@
 
 The process that hosts a job's servers publishes an order. The first process of every other node carries out its part of
 the order: it starts servers, and publishes their addresses at the host. A node has a lease, as a host has that lends
-servers to an elastic run: its servers live for ``LEASE_S`` after the node last reached the host. When the host has not
-heard of the node for longer, it starts others, which are restored from the workers' copies. If another worker's process
-takes the host's part, it publishes no order, and has all servers itself.
+servers to an elastic run: its servers live for ``lease_s`` after the node last reached the host. When the host has not
+heard of the node for longer, it starts others, which are restored from the workers' copies. A worker that takes over as
+host publishes no order, and runs all servers itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "NodeServers",
     "PlacedServers",
     "announce_servers",
-    "check_nodes",
+    "checked_node",
     "end_share",
     "node_named",
     "node_of",
@@ -50,7 +50,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""As long as a worker may be silent: the process that holds the lease trains, and may be busy for seconds."""
+"""At least; as long as a worker may be silent, since the process that renews the lease also trains."""
 _ORDER_KEY = "servers to run"  # at the host
 _STEP_S = 0.3
 _CALL_S = 2.0
@@ -72,21 +72,32 @@ def node_of(key: str) -> int:
     return 0 if found is None else int(found[1])
 
 
-def check_nodes(machines: int, nodes: int) -> None:
-    """Raise a ``ConfigurationError`` if servers are to be divided among more nodes than there are."""
+def checked_node(machines: int, nodes: int, rank: int, node_of_process: Callable[[], int]) -> int:
+    """The node of this process; 0 where servers are not divided.
+
+    Raises a ``ConfigurationError`` if they are to be divided among more nodes than there are, or worker 0 is on another
+    than the first.
+    """
     if machines > nodes:
         raise ConfigurationError(
             f"server_machines={machines} was given in a job with num_nodes={nodes}. Expected at most as many as nodes."
         )
+    node = node_of_process() if machines > 1 else 0
+    if rank == 0 and node != 0:
+        raise ConfigurationError(
+            f"server_machines={machines} was given, and worker 0 is on node {node}. Expected it on node 0. Have the "
+            "launcher number nodes and ranks in the same order."
+        )
+    return node
 
 
 @contextlib.contextmanager
 def node_named(server: int, key: str) -> Iterator[None]:
-    """Add to an error while a server's address is awaited which node it runs on."""
+    """While a server's address is awaited, add to a time-out which node should run that server."""
     try:
         yield
     except LaunchError as error:
-        if not node_of(key):
+        if not node_of(key) or "did not start within" not in str(error):
             raise
         raise LaunchError(
             f"{error}\nServer {server} belongs to node {node_of(key)}, whose process with local rank 0 starts it. "
@@ -102,14 +113,17 @@ class PlacedServers(BorrowedServers):
         servers: of the job.
         machines: nodes among which they are divided, with this one.
         hosts: which worker hosts the servers, where that can change.
+        lease_s: for which a node's servers live without reaching this process.
     """
 
     _lost = "The first process of %s, which runs servers %s, is lost. Others are started here."
 
-    def __init__(self, overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None) -> None:
+    def __init__(
+        self, overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None, lease_s: float = LEASE_S
+    ) -> None:
         if overseer.rendezvous is None:
             raise ValueError("a supervisor without a rendezvous has no servers")
-        super().__init__(overseer.rendezvous, overseer.settings, LEASE_S)
+        super().__init__(overseer.rendezvous, overseer.settings, lease_s)
         self.overseer, self._hosts = overseer, hosts
         self._division = servers, machines
         at = secrets.randbits(48)
@@ -133,7 +147,7 @@ class PlacedServers(BorrowedServers):
     def serves(self, servers: int, machines: int, now: float) -> bool:
         """Whether these are a job's servers, and none was lost without others in its place."""
         return (servers, machines) == self._division and all(
-            now <= block.renewed_at + LEASE_S if block.replaced is None else block.replaced.healthy
+            now <= block.renewed_at + self._lease_s if block.replaced is None else block.replaced.healthy
             for block in self._blocks
         )
 
@@ -158,14 +172,17 @@ class NodeServers(LentServers):
         node: number of this one.
         rendezvous: of this process.
         interface: network interface towards the other machines.
+        lease_s: for which the servers live without reaching the host.
     """
 
     _here = "This node"
     _level = logging.INFO  # each job starts and ends them
 
-    def __init__(self, node: int, rendezvous: Rendezvous, interface: str) -> None:
-        super().__init__(rendezvous, ServerSettings(), _lender(node), LEASE_S)
+    def __init__(self, node: int, rendezvous: Rendezvous, interface: str, lease_s: float = LEASE_S) -> None:
+        super().__init__(rendezvous, ServerSettings(), _lender(node), lease_s)
         self._node, self._interface = node, interface
+        self._claimed: int | None = None  # the order that this process has said it carries out
+        self._failure = ""  # why it cannot
         self._asked: dict[str, Any] = {}  # this node's part of the host's latest order
         self._reached_at = -math.inf
         self._standby = False
@@ -177,7 +194,10 @@ class NodeServers(LentServers):
         self._asked = self._part(there)
         self._reached_at = now
         if self._asked and self._asked != self._order:  # the host knows whose order it is before servers start
-            there.put(renewal_of(self._lender), {"at": self._asked["at"], "now": now})
+            self._claimed = self._asked["at"]
+            there.put(renewal_of(self._lender), {"at": self._claimed, "now": now})
+        if self._asked and self._failure:
+            self._report(there, self._asked, self._failure)
         if self._servers is not None and self._asked == self._order and not self._replaced:
             self._publish(there)
 
@@ -185,19 +205,36 @@ class NodeServers(LentServers):
         """This node's part of the host's order; none if a process before this one has carried that out."""
         order = there.peek(_ORDER_KEY, dict)
         match order:
-            case {"at": int(at), "servers": int(servers), "machines": int(machines), "settings": dict(settings)}:
+            case {
+                "at": int(at),
+                "by": str(by),
+                "servers": int(servers),
+                "machines": int(machines),
+                "standby": bool(standby),
+                "settings": dict(settings),
+            }:
                 numbers = servers_of_machine(servers, machines, self._node) if self._node < machines else ()
-                taken = (there.peek(renewal_of(self._lender), dict) or {}).get("at") == at != self._order.get("at")
-                if not numbers or taken:
+                renewed = (there.peek(renewal_of(self._lender), dict) or {}).get("at")
+                if not numbers or (renewed == at and at not in (self._order.get("at"), self._claimed)):
                     return {}
-                if at != self._order.get("at"):
-                    self._set(settings)
-                    self._standby = bool(order["standby"])
-                return {"at": at, "by": order["by"], "first": numbers[0], "number": len(numbers)}
+                part = {"at": at, "by": by, "first": numbers[0], "number": len(numbers)}
+                if at not in (self._order.get("at"), self._claimed):
+                    try:
+                        self._set(settings)
+                    except LaunchError as error:
+                        self._report(there, part, str(error))
+                        return {}
+                    self._standby, self._failure = standby, ""
+                return part
         return {}
 
+    def _report(self, there: Rendezvous, part: dict[str, Any], why: str) -> None:
+        """Let the workers know that this node cannot start its servers."""
+        for number in range(part["first"], part["first"] + part["number"]):
+            there.put(_key(self._node, part["at"], number), {"error": f"Node {self._node}: {why}"})
+
     def _set(self, settings: dict[str, Any]) -> None:
-        interface = registry.kind_of(settings["transport"]).open_to_others(self._rendezvous, self._interface)
+        interface = registry.kind_of(settings["transport"]).open_to_others(self.rendezvous, self._interface)
         self._settings = ServerSettings(**{**settings, "interface": interface, "snapshots": ""})
 
     def _lend(self, order: dict[str, Any]) -> None:
@@ -209,7 +246,7 @@ class NodeServers(LentServers):
     def _publish(self, there: Rendezvous) -> None:
         for number, key in enumerate(self._keys, self._order["first"]):
             try:
-                entry = self._rendezvous.way_to_server(key)
+                entry = self.rendezvous.way_to_server(key)
             except LaunchError as error:  # it could not be started
                 entry = {"error": str(error).partition("\nExpected it to start.")[0]}
             if entry and entry != self._published.get(number):
@@ -223,7 +260,7 @@ class NodeServers(LentServers):
         except LaunchError:
             pass  # the workers learn that a server cannot be started
         except OSError as error:
-            log.error("%s cannot start its servers: %s", self._here, error)
+            self._failure = f"a server's process cannot be started: {error}"
 
     def forget(self) -> None:
         """The host that has given the order is the host no longer."""
@@ -240,7 +277,7 @@ class _Share:
 
     def __init__(self, servers: NodeServers, transport: str, where: Callable[[], tuple[str, int]]) -> None:
         self._transport, self.where = transport, where
-        self._servers, self._lock = servers, threading.Lock()
+        self.servers, self._lock = servers, threading.Lock()
         self._there: Rendezvous | None = None
         self._address: tuple[str, int] | None = None
         self._closed = threading.Event()
@@ -250,13 +287,13 @@ class _Share:
     def _run(self) -> None:
         while not self._closed.wait(_STEP_S):
             now = time.monotonic()
-            self._reach(lambda there, now=now: self._servers.ask(there, now))  # type: ignore[misc]
+            self._reach(lambda there, now=now: self.servers.ask(there, now))  # type: ignore[misc]
             with self._lock:
                 if not self._closed.is_set():
-                    self._servers.step(time.monotonic())
+                    self.servers.step(time.monotonic())
         with self._lock:
-            self._servers.close()
-        self._reach(self._servers.say_ended)
+            self.servers.close()
+        self._reach(self.servers.say_ended)
         self._drop()
 
     def _reach(self, call: Callable[[Rendezvous], None]) -> None:
@@ -264,7 +301,7 @@ class _Share:
         address = self.where()
         if address != self._address:
             self._drop()
-            self._servers.forget()
+            self.servers.forget()
             self._address = address
         try:
             self._there = self._there or Rendezvous.connect(*address, _CALL_S, transport=self._transport)
@@ -283,7 +320,7 @@ class _Share:
         """End the servers at once; ``wait`` until the host knows it."""
         self._closed.set()
         with self._lock:
-            self._servers.close()
+            self.servers.close()
         if wait:
             self._thread.join(_END_S)
 
@@ -322,24 +359,30 @@ def run_share(servers: NodeServers, transport: str, where: Callable[[], tuple[st
     Those of an earlier call are kept.
     """
     global _share
-    if _share is not None:
+    if _share is not None and _share.servers.rendezvous is servers.rendezvous:
         _share.where = where
         return
+    end_share()
     _share = _Share(servers, transport, where)
     supervisor.ensure_watch().on_close = end_share  # at exit, once this node's workers have ended
 
 
-def announce_servers(overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None) -> list[str]:
+def announce_servers(
+    overseer: Supervisor, servers: int, machines: int, hosts: ServerHosts | None, lease_s: float
+) -> list[str]:
     """Have the servers of a job run on several nodes. Returns the keys of all servers' addresses."""
     global _watch
     keys = overseer.keys(len(servers_of_machine(servers, machines, 0)))
     if machines == 1:
+        if _watch is not None:
+            _watch.close()
+            _watch = None
         return keys
     kept = _watch is not None and _watch.placed.overseer is overseer
     if _watch is None or not kept or not _watch.placed.serves(servers, machines, time.monotonic()):
         if _watch is not None:
             _watch.close()
-        _watch = _Watch(PlacedServers(overseer, servers, machines, hosts))
+        _watch = _Watch(PlacedServers(overseer, servers, machines, hosts, lease_s))
         overseer.on_close = _watch.close
     _watch.placed.announce()
     return [*keys, *_watch.placed.keys]

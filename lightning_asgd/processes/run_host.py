@@ -239,8 +239,14 @@ class RunHost:
             return
         entry = newest.entry
         self._present_at = max(self._present_at, newest.asked_at)
-        term, workers = entry.term, entry.workers
-        self.entry = replace(self.entry, term=term, present=entry.present, hosts=entry.hosts, workers=workers)
+        self.entry = replace(
+            self.entry,
+            term=entry.term,
+            present=entry.present,
+            hosts=entry.hosts,
+            workers=entry.workers,
+            lease_s=entry.lease_s,
+        )
         for address in (*entry.hosts, entry.address):
             self.add(address, now)
 

@@ -67,6 +67,7 @@ class Supervisor:
         """Whether another process has replaced a worker whose end was reported here."""
         self.on_close: Callable[[], None] = lambda: None
         """Called before the servers are stopped."""
+        self._lease_until = math.inf  # of all servers
         self._standby: ServerHandle | None = None
         self._quiet_since = time.monotonic()
         self._irreplaceable: str | None = None  # why a server is not replaced
@@ -164,8 +165,10 @@ class Supervisor:
 
     def extend_lease(self, until: float) -> None:
         """Have all servers end at this time of ``time.monotonic()``, also if this process is suspended then."""
-        for server in (*self._servers, *([] if self._standby is None else [self._standby])):
-            server.extend_lease(until)
+        with self._lock:
+            self._lease_until = until
+            for server in (*self._servers, *([] if self._standby is None else [self._standby])):
+                server.extend_lease(until)
 
     def exit_report(self) -> str | None:
         """What is known of the server that died last; None if none did. Any thread may ask."""
@@ -246,8 +249,8 @@ class Supervisor:
 
     def _replace(self, server: ServerHandle) -> None:
         """Start another server in the place of one that has ended."""
-        if self._closing.is_set() or server not in self._servers:
-            return
+        if self._closing.is_set() or server not in self._servers or time.monotonic() > self._lease_until:
+            return  # after the end of a lease servers end by themselves
         with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
             failed_start = server.rendezvous.peek(server.key) is None
             self._failed_starts = self._failed_starts + 1 if failed_start else 0
@@ -273,8 +276,10 @@ class Supervisor:
                 self._exits = [each for each in self._exits if not self.has_returned(each["worker"])]
                 for exited in self._exits:
                     replacement.report_exit(**exited)
+                if self._lease_until < math.inf:
+                    replacement.extend_lease(self._lease_until)
                 self._servers[server.index - self._first] = replacement
-            server.close()
+                server.close()
             server.rendezvous.put(successor_of(server.key), replacement.key)
 
     def _give_up(self, server: ServerHandle, why: str) -> None:

@@ -129,7 +129,7 @@ def run_server(argv: list[str] | None = None) -> int:
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
                 shut = not server.accepts() and service.replaceable
-        if settings.moves and not shut:  # as if it was killed: another worker hosts servers next
+        if (settings.moves and not shut) or lease.over:  # as if it was killed: others may serve in its place
             time.sleep(_TICK_S if stopped else 0.0)  # the last answers of a job that ends
             os._exit(0 if stopped else 1)
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again

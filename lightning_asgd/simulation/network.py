@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, LeaseRequest, OpenEpoch, Reply
+from lightning_asgd.protocol import nbytes as nbytes_of
 from lightning_asgd.server_costs import ServerCosts
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.transports.transport import Transport
@@ -181,8 +183,8 @@ class Wires:
         future: Future[Any] = Future()
         nbytes = 0
         if isinstance(message, Exchange) and message.update is not None:
-            message = replace(message, update=tuple(t.clone() for t in message.update))
-            nbytes = sum(t.nbytes for t in message.update)
+            message = replace(message, update=tuple(map(_copied, message.update)))
+            nbytes = nbytes_of(message.update)
         if not self.begun or isinstance(message, _AT_ONCE):
             self._when_answered(self.handlers[server](message), future.set_result)
             return future
@@ -227,7 +229,7 @@ class Wires:
     def _leave(self, sent: _Sent, value: Any) -> None:
         """An answer leaves the server."""
         weights = value.weights if isinstance(value, Reply) else None
-        nbytes = sum(t.nbytes for t in weights) if weights is not None else 0
+        nbytes = nbytes_of(weights) if weights is not None else 0
         now = self.clock.now
         first, last = self.from_server[sent.server].send(nbytes, now, now, urgent=sent.urgent)
         self.clock.at(first, lambda: self._come_back(sent, nbytes, last, value))
@@ -257,3 +259,8 @@ class _VirtualTransport(Transport):
 
     def close(self) -> None:
         pass
+
+
+def _copied(part: Any) -> Any:
+    """A copy of one group's update, a tensor or a code of several."""
+    return part.clone() if isinstance(part, Tensor) else tuple(each.clone() for each in part)

@@ -98,7 +98,8 @@ class SimulatedWorker:
         layout = build_layout([("weights", problem.start())], [], client.connection.transport.num_servers)
         replica = replica_for(config.algorithm, layout, [([self.weights], 0)], [None] * layout.num_servers)
         shards = ShardClient(client)
-        shards.initialise(layout, config.algorithm, [None] * layout.num_servers, replica.weights() if brings else None)
+        first, code = replica.weights() if brings else None, config.compression
+        shards.initialise(layout, config.algorithm, [None] * layout.num_servers, first, compression=code)
         self.exchanger = Exchanger(layout, [(shards, replica)], config, self._training(), clock=clock)
         run(self.exchanger.fetch())
         self.exchanger.stats = ExchangeStats()

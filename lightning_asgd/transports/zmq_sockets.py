@@ -65,7 +65,7 @@ def keys_of(secret: str) -> Keys:
 
 
 def secure(sock: Any, *, beats: bool) -> None:
-    """Settings of both ends, of which one ``beats``: the other would double the work of a server with many workers."""
+    """Options for both ends. Only one ``beats``: if both did, a server with many workers would have twice the work."""
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)

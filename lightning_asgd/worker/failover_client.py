@@ -106,9 +106,8 @@ class FailoverClient:
 
         ``replaced`` is how often each had been replaced when that was noticed.
         """
-        if not self._closed:
-            for server in self._connection.servers:
-                self.lose(server, replaced[server])
+        for server in self._connection.servers:
+            self.lose(server, replaced[server])
 
     def lose(self, server: int, replaced: int) -> None:
         """Look for a lost server's replacement, unless the server was replaced since its loss was noticed.
@@ -116,7 +115,7 @@ class FailoverClient:
         The living replacement has no successor: the search would never end. Any thread may call it.
         """
         with self._lock:
-            if self._connection.replaced[server] == replaced:
+            if not self._closed and self._connection.replaced[server] == replaced:
                 self._await(server)
 
     def _await(self, server: int) -> _Successor:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_asgd.algorithms import Hogwild, LayerWise
-from lightning_asgd.algorithms.base import Payload
+from lightning_asgd.algorithms.base import Algorithm, Payload
+from lightning_asgd.codec_streams import is_coded
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.layout import Layout, Role, build_layout
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
@@ -139,11 +140,22 @@ def exchanged_tensors(module: Module, state: Mapping[str, Tensor]) -> tuple[dict
     return {n: t for n, t in state.items() if t.requires_grad}, buffers
 
 
+def _check_code(algorithm: Algorithm, part: Layout) -> None:
+    """Raise a :class:`ConfigurationError` if an algorithm's own code does not suit the parameters."""
+    plain = {dtype for role, dtype, _ in part.shard(0) if role is Role.PARAMETER and not is_coded(role, dtype)}
+    if algorithm.code is not None and plain:
+        raise ConfigurationError(
+            f"algorithm={type(algorithm).__name__} was given with parameters in {', '.join(sorted(plain))}. Expected "
+            "float32, which it compresses, as with precision='bf16-mixed'."
+        )
+
+
 def _fill(
     client: SessionClient, module: Module, config: ExchangeConfig, start: Start, part: Layout, number: int
 ) -> tuple[ShardClient, Replica]:
     """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
+    _check_code(algorithm, part)
     # What passes through shared memory is not coded, and another machine's server could not map the block.
     apart = connection.servers if algorithm.code is not None else connection.moving if config.restorable else ()
     blocks = [None if s in apart else shared_memory.create(part.shard(s)) for s in connection.servers]

@@ -13,7 +13,7 @@ from lightning_asgd.processes.placed_servers import (
     LEASE_S,
     NodeServers,
     PlacedServers,
-    check_nodes,
+    checked_node,
     node_named,
 )
 from lightning_asgd.server.server_process import ServerSettings
@@ -101,7 +101,7 @@ class Job:
         """A node's process is killed, and its servers with it."""
         self.killed.add(number)
         for each in Servers.started:
-            each.alive &= each.rendezvous is not self.nodes[number]._rendezvous
+            each.alive &= each.rendezvous is not self.nodes[number].rendezvous
 
     @property
     def addresses(self) -> list[str]:
@@ -259,7 +259,47 @@ def test_an_error_names_the_node_whose_server_does_not_come() -> None:
     assert "belongs to node" not in str(raised.value)
 
 
-def test_more_nodes_than_there_are_are_refused() -> None:
-    check_nodes(2, 2)
+def test_nodes_that_do_not_suit_are_refused() -> None:
+    assert checked_node(2, 2, 3, lambda: 1) == 1
+    assert checked_node(1, 2, 3, lambda: 1) == 0
     with pytest.raises(ConfigurationError, match="server_machines=3 was given in a job with num_nodes=2"):
-        check_nodes(3, 2)
+        checked_node(3, 2, 0, lambda: 0)
+    with pytest.raises(ConfigurationError, match=r"worker 0 is on node 1\. Expected it on node 0"):
+        checked_node(2, 2, 0, lambda: 1)
+
+
+def test_a_node_carries_out_a_new_order_while_servers_of_the_old_one_run() -> None:
+    job = Job(2, 2)
+    job.run(1.0)
+    job.division = (4, 2)
+    job.placed = job.place()
+    job.run(2.0)
+    (new,) = job.alive()
+    assert (new.first, new.number) == (2, 2)
+    assert job.addresses == addresses_of(new)
+
+
+def test_if_one_node_was_lost_between_two_fits_the_others_carry_out_the_next_order() -> None:
+    job = Job(3, 3)
+    job.run(1.0)
+    job.overseer.hot_standby = False
+    job.cut = {2}
+    job.run(LEASE_S + 2.0)
+    assert not job.placed.serves(3, 3, job.now)
+    job.cut = set()
+    job.overseer.hot_standby = True
+    job.placed = job.place()
+    job.run(2.0)
+    assert sorted(each.first for each in job.alive()) == [1, 2]
+    assert all(job.addresses)
+
+
+def test_workers_learn_that_a_node_can_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: NodeSupervisor) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(NodeSupervisor, "start", start)
+    job = Job(2, 2)
+    job.run(1.0)
+    with pytest.raises(LaunchError, match="Node 1: a server's process cannot be started: Cannot allocate memory"):
+        job.host.peek_server(job.placed.keys[0])

@@ -195,6 +195,18 @@ def test_with_a_lease_of_a_second_256_workers_have_another_host_within_three() -
     assert world.twice_s() == 0
 
 
+def test_a_host_that_returns_with_another_lease_takes_over_that_of_the_run() -> None:
+    world = World(2, 3)
+    for finder in world.workers.values():
+        finder.look()
+    world.kill(0)
+    world.run(BEAT_S + 2.0)
+    world.hosts[0] = Host(0, world.now, first=True, lease_s=1.0)  # started as if there was no run
+    world.run(6.0)
+    assert world.serving == ["h1:1"]
+    assert {host.core.entry.lease_s for host in world.hosts} == {LEASE_S}
+
+
 def test_a_host_that_has_not_seen_the_present_one_for_a_minute_cannot_take_over_until_it_sees_it_again() -> None:
     world = World(2, 3)
     standby = world.hosts[1].core

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_asgd.codec_streams import Updates
 from lightning_asgd.compression import Cast, Compression, Float4, Int2, Int8, Sign, TopTiles, find_compression
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import nbytes
 
@@ -30,8 +31,8 @@ def decoded(code: Compression, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def by_hand(code: Compression, block: list[float], size: int) -> list[float]:
-    """What a block is decoded as; ``size`` counts the zeros with which a last block is filled up."""
+def by_hand(code: Compression, block: list[float]) -> list[float]:
+    """What a block is decoded as, also one that is shorter than the others."""
     if isinstance(code, Float4):
         top = max(map(abs, block))
         found = []
@@ -40,9 +41,9 @@ def by_hand(code: Compression, block: list[float], size: int) -> list[float]:
             found.append(0.0 if exponent < -6.5 else math.copysign(2.0 ** round(exponent) * top, value))
         return found
     if isinstance(code, Int2):
-        step = 1.25 * sum(map(abs, block)) / size
+        step = 1.25 * sum(map(abs, block)) / len(block)
         return [math.copysign(1.5 if abs(v) >= step else 0.5, v) * step for v in block]
-    mean = sum(map(abs, block)) / size
+    mean = sum(map(abs, block)) / len(block)
     return [math.copysign(mean, v) for v in block]
 
 
@@ -55,14 +56,14 @@ def test_a_low_code_is_what_its_definition_says(code: Compression, n: int, seed:
     result = decoded(code, values)
     assert torch.equal(values, before)
     width = code.block  # type: ignore[attr-defined]
-    expected = [each for block in values.split(width) for each in by_hand(code, block.tolist(), width)]
+    expected = [each for block in values.split(width) for each in by_hand(code, block.tolist())]
     wrong = (result - torch.tensor(expected)).abs() > 1e-5 * torch.tensor(expected).abs() + 1e-37
     # A value in the middle between two codes may be rounded either way.
     middle = torch.zeros(n, dtype=torch.bool)
     for number, block in enumerate(values.split(width)):
         parts = block.abs() / block.abs().max().clamp(min=1e-37)
         exponent = torch.log2(parts.clamp(min=1e-9))
-        step = block.abs().sum().mul(1.25 / width).clamp(min=1e-37)
+        step = block.abs().mean().mul(1.25).clamp(min=1e-37)
         near = ((exponent + 0.5) % 1 - 0).abs().minimum(1 - (exponent + 0.5) % 1) < 0.01
         near |= ((block.abs() / step) - 1).abs() < 1e-5
         middle[number * width : number * width + len(block)] = near | (block == 0)
@@ -135,6 +136,15 @@ def test_tiles_decode_to_their_places() -> None:
     assert result[[8192, 12287]].tolist() == [-3.0, 3.0]
 
 
+@pytest.mark.parametrize("code", [Float4(), Int2(), Sign(), TopTiles()], ids=repr)
+def test_what_a_peer_sends_in_another_length_is_refused(code: Compression) -> None:
+    coded = code.encode(vector(9000))
+    for wrong in range(len(coded)):
+        for part in (coded[wrong][:-1], coded[wrong].repeat(2, *[1] * (coded[wrong].dim() - 1))):
+            with pytest.raises(ProtocolError, match=r"was received as vectors of shapes .* Expected lengths"):
+                code.decode((*coded[:wrong], part, *coded[wrong + 1 :]), torch.empty(9000))
+
+
 def test_names_and_what_goes_with_what() -> None:
     assert {name: find_compression(name) for name in ("4bit", "2bit", "1bit")} == {
         "4bit": Float4(),
@@ -145,7 +155,7 @@ def test_names_and_what_goes_with_what() -> None:
         assert code.downward == Int8()
     assert TopTiles().downward == Cast("bfloat16")
     assert ExchangeConfig.create(nsync=1, algorithm="sparse_loco").compression == TopTiles()
-    with pytest.raises(ValueError, match=r"compression='bf16' was given with SparseLoCo, which has a code of its own"):
+    with pytest.raises(ValueError, match="was given with SparseLoCo, which compresses pushes with its own"):
         ExchangeConfig.create(nsync=1, algorithm="sparse_loco", compression="bf16")
     for wrong in (lambda: Float4(12), lambda: Sign(0), lambda: TopTiles(3), lambda: TopTiles(5000)):
         with pytest.raises(ValueError, match="Expected"):

@@ -54,6 +54,21 @@ def test_an_update_of_length_0_changes_nothing() -> None:
     assert capped_factor(torch.ones(2), torch.zeros(2), 0.3) == 0.3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_dtype_of_parameters_has_a_factor(dtype: torch.dtype) -> None:
+    update = torch.full((100_000,), 2.0).to(dtype)
+    assert capped_factor(10 * update, update, MOST) == pytest.approx(
+        capped_factor(torch.ones(1) * 10, torch.ones(1), MOST)
+    )
+
+
+def test_lengths_beyond_what_numbers_hold_give_no_momentum() -> None:
+    tiny, huge = torch.full((2,), 1e-200, dtype=torch.float64), torch.full((2,), 1e200, dtype=torch.float64)
+    one = torch.ones(2, dtype=torch.float64)
+    assert capped_factor(huge, one, MOST) == capped_factor(huge, huge, MOST) == 0.0
+    assert capped_factor(one, tiny, MOST) == MOST  # as an update of length 0
+
+
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.floats(1e-3, 1e3), before=st.floats(0, 0.9))
 def test_the_cap_holds(seed: int, size: float, before: float) -> None:
