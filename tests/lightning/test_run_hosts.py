@@ -80,10 +80,9 @@ def test_a_host_that_joins_another_run_is_refused(
         monkeypatch.setenv(SECRET_ENV, SECRET)
         monkeypatch.setattr("lightning_asgd.cli.serve_command._signals", list)  # they are pytest's
         assert main(["serve", "--port=0", "--run-id=other", "--transport=rpc", f"--join={address}"]) == 1
-        assert (
-            f"{address} hosts --run-id 'counts' with --transport 'rpc' and --num-servers 1. Expected the same here"
-            in capsys.readouterr().err
-        )
+        told = capsys.readouterr().err
+        assert f"{address} hosts --run-id 'counts' with --transport 'rpc', --num-servers 1 and --lease-s 2.5." in told
+        assert "Expected the same here, where --run-id 'other'," in told
     finally:
         served.kill()
         served.join()
