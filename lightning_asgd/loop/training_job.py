@@ -151,7 +151,7 @@ class TrainingJob:
             given=options.addresses,
             run_id=options.run_id or "",
             server_machines=options.server_machines,
-            lease_s=max(placed_servers.LEASE_S, config.timeouts.silence_s),
+            lease_s=placed_servers.lease_of(config.timeouts.silence_s, config.timeouts.start_s),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class TrainingJob:
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
         elif 0 < node < self.server_machines and place.local_rank == 0:
             own = job_address.own_rendezvous(kind, here, rank, self.address, leads=True)
-            self._run_share(NodeServers(node, own, self.interface, self.lease_s), self.address, hosts)
+            self._run_share(NodeServers(node, own, self.interface), self.address, hosts)
 
     def _run_share(self, servers: NodeServers, first: tuple[str, int], hosts: ServerHosts | None) -> None:
         """Run servers on this node, as ordered where worker 0 hosts them; they end if another worker hosts them."""

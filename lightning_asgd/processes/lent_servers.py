@@ -120,7 +120,9 @@ class LentServers:
         """
         if self._servers is not None:
             there.put(renewal_of(self._lender), {"at": self._order["at"], "now": now})
-            self._replaced |= there.peek(_replaced_of(self._lender)) == self._order["at"]
+            at = self._order["at"]
+            if there.peek(_replaced_of(self._lender)) == at == self._order["at"]:
+                self._replaced = True
 
     def close(self) -> None:
         """End the servers at once."""

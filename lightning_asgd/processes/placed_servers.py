@@ -42,6 +42,7 @@ __all__ = [
     "announce_servers",
     "checked_node",
     "end_share",
+    "lease_of",
     "node_named",
     "node_of",
     "run_share",
@@ -50,7 +51,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""At least; as long as a worker may be silent, since the process that renews the lease also trains."""
+"""The shortest lease of a node."""
 _ORDER_KEY = "servers to run"  # at the host
 _STEP_S = 0.3
 _CALL_S = 2.0
@@ -64,6 +65,15 @@ def _lender(node: int) -> str:
 def _key(node: int, at: int, server: int) -> str:
     """Where a node publishes a server's address, at the host. Another order has others: a store may be used again."""
     return f"server/node {node}/{at:x}/{server}"
+
+
+def lease_of(silence_s: float, start_s: float) -> float:
+    """For how long a node's servers live without reaching the host, in a job with these time-outs.
+
+    That is how long a worker may be silent, since the process that renews the lease also trains; but workers wait for
+    replacements for ``start_s`` only.
+    """
+    return float(max(min(silence_s, start_s / 2), LEASE_S))
 
 
 def node_of(key: str) -> int:
@@ -133,6 +143,7 @@ class PlacedServers(BorrowedServers):
             self._blocks.append(BorrowedShare(numbers, keys, lender=_lender(node), asked_at=at))
         settings = {**asdict(overseer.settings), "moves": True}  # if they end, their workers find others
         about = {"servers": servers, "machines": machines, "standby": overseer.hot_standby, "settings": settings}
+        about |= {"lease_s": lease_s}
         self._order = {"at": at, "by": f"worker {0 if hosts is None else hosts.rank}", **about}
 
     def announce(self) -> None:
@@ -144,9 +155,9 @@ class PlacedServers(BorrowedServers):
         """Whether a fit needs them, whose workers can restore them."""
         return self.overseer.hot_standby
 
-    def serves(self, servers: int, machines: int, now: float) -> bool:
+    def serves(self, servers: int, machines: int, now: float, lease_s: float = LEASE_S) -> bool:
         """Whether these are a job's servers, and none was lost without others in its place."""
-        return (servers, machines) == self._division and all(
+        return (servers, machines, lease_s) == (*self._division, self._lease_s) and all(
             now <= block.renewed_at + self._lease_s if block.replaced is None else block.replaced.healthy
             for block in self._blocks
         )
@@ -172,14 +183,13 @@ class NodeServers(LentServers):
         node: number of this one.
         rendezvous: of this process.
         interface: network interface towards the other machines.
-        lease_s: for which the servers live without reaching the host.
     """
 
     _here = "This node"
     _level = logging.INFO  # each job starts and ends them
 
-    def __init__(self, node: int, rendezvous: Rendezvous, interface: str, lease_s: float = LEASE_S) -> None:
-        super().__init__(rendezvous, ServerSettings(), _lender(node), lease_s)
+    def __init__(self, node: int, rendezvous: Rendezvous, interface: str) -> None:
+        super().__init__(rendezvous, ServerSettings(), _lender(node), LEASE_S)
         self._node, self._interface = node, interface
         self._claimed: int | None = None  # the order that this process has said it carries out
         self._failure = ""  # why it cannot
@@ -211,6 +221,7 @@ class NodeServers(LentServers):
                 "servers": int(servers),
                 "machines": int(machines),
                 "standby": bool(standby),
+                "lease_s": float(lease_s),
                 "settings": dict(settings),
             }:
                 numbers = servers_of_machine(servers, machines, self._node) if self._node < machines else ()
@@ -224,7 +235,7 @@ class NodeServers(LentServers):
                     except LaunchError as error:
                         self._report(there, part, str(error))
                         return {}
-                    self._standby, self._failure = standby, ""
+                    self._standby, self._failure, self._lease_s = standby, "", lease_s
                 return part
         return {}
 
@@ -379,7 +390,7 @@ def announce_servers(
             _watch = None
         return keys
     kept = _watch is not None and _watch.placed.overseer is overseer
-    if _watch is None or not kept or not _watch.placed.serves(servers, machines, time.monotonic()):
+    if _watch is None or not kept or not _watch.placed.serves(servers, machines, time.monotonic(), lease_s):
         if _watch is not None:
             _watch.close()
         _watch = _Watch(PlacedServers(overseer, servers, machines, hosts, lease_s))

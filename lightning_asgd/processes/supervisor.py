@@ -249,8 +249,8 @@ class Supervisor:
 
     def _replace(self, server: ServerHandle) -> None:
         """Start another server in the place of one that has ended."""
-        if self._closing.is_set() or server not in self._servers or time.monotonic() > self._lease_until:
-            return  # after the end of a lease servers end by themselves
+        if self._closing.is_set() or server not in self._servers:
+            return
         with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
             failed_start = server.rendezvous.peek(server.key) is None
             self._failed_starts = self._failed_starts + 1 if failed_start else 0
@@ -308,18 +308,24 @@ class Supervisor:
         ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
             self._keep_standby()
-            for server in list(self._servers):
-                if server.key not in ended and server.process.poll() is not None:
-                    ended.add(server.key)
-                    self._replace(server)
-            for rank, process in list(self._workers.items()):
-                code = process.poll()
-                callback = self._on_worker_exit
-                if rank not in ended and code is not None and callback is not None:  # else a caller will ask for it
-                    ended.add(rank)
-                    why, process_name = f"its process ended with exit code {code}", machine_and_pid(process.pid)
-                    self.report_exit("", rank, why, process_name)
-                    callback(rank, process.pid, code)
+            self._look(ended)
+
+    def _look(self, ended: set[str | int]) -> None:
+        """Look once which processes have ended, but those that are known to have."""
+        for server in list(self._servers):
+            # After the end of a lease servers end by themselves. They are replaced if it is extended once more.
+            in_time = time.monotonic() <= self._lease_until
+            if server.key not in ended and server.process.poll() is not None and in_time:
+                ended.add(server.key)
+                self._replace(server)
+        for rank, process in list(self._workers.items()):
+            code = process.poll()
+            callback = self._on_worker_exit
+            if rank not in ended and code is not None and callback is not None:  # else a caller will ask for it
+                ended.add(rank)
+                why, process_name = f"its process ended with exit code {code}", machine_and_pid(process.pid)
+                self.report_exit("", rank, why, process_name)
+                callback(rank, process.pid, code)
 
 
 _current: Supervisor | None = None

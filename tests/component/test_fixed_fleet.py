@@ -26,7 +26,9 @@ class Two:
     def __init__(self) -> None:
         self.service = Service()
         transport = InProcessTransport([self.service.handle])
-        job: Any = SimpleNamespace(session="j.0.1", connect=lambda: transport, hosts=None)
+        job: Any = SimpleNamespace(
+            session="j.0.1", connect=lambda: transport, hosts=None, placed=frozenset(), server_machines=1
+        )
         files = SimpleNamespace(best_model_path="worker 0's.ckpt")
         shell = TrainerShell(SimpleNamespace(checkpoint_callbacks=[files], loggers=[]), "cpu")
         about = ExchangeConfig.create(nsync=1), Policy(60.0, another_chief=True), MetricsBoard()

@@ -14,6 +14,7 @@ from lightning_asgd.processes.placed_servers import (
     NodeServers,
     PlacedServers,
     checked_node,
+    lease_of,
     node_named,
 )
 from lightning_asgd.server.server_process import ServerSettings
@@ -257,6 +258,25 @@ def test_an_error_names_the_node_whose_server_does_not_come() -> None:
     ):
         job.host.server(0, "server/0", 0.0)
     assert "belongs to node" not in str(raised.value)
+
+
+def test_a_lease_is_as_long_as_a_worker_may_be_silent_and_workers_wait_for_longer() -> None:
+    assert [lease_of(silence_s, 120.0) for silence_s in (2.0, 30, 300.0)] == [10.0, 30.0, 60.0]
+
+
+def test_a_node_has_the_lease_of_the_order() -> None:
+    job = Job(2, 2)
+    hosts: Any = Hosts()
+    job.placed = PlacedServers(job.overseer, 2, 2, hosts, 30.0)
+    job.placed.announce()
+    job.run(1.0)
+    job.cut = {1}
+    job.run(29.0)
+    assert [each.succeed for each in job.alive()] == [False]
+    job.run(3.0)
+    assert [each.succeed for each in job.alive()] == [True]
+    assert job.placed.serves(2, 2, job.now, 30.0)
+    assert not job.placed.serves(2, 2, job.now)
 
 
 def test_nodes_that_do_not_suit_are_refused() -> None:

@@ -125,7 +125,8 @@ def test_who_waits_for_long_does_not_count_as_away() -> None:
 def test_an_epoch_begins_with_those_who_live_then() -> None:
     service = founded()
     transport = InProcessTransport([service.handle])
-    job: Any = SimpleNamespace(session="s", finder=None, find_run=lambda: None, connect=lambda: transport)
+    about = {"finder": None, "placed": frozenset()}
+    job: Any = SimpleNamespace(session="s", find_run=lambda: None, connect=lambda: transport, **about)
     silent = Timeouts(silence_s=1000.0)  # no heartbeat is sent during the test
     config = ExchangeConfig.create(nsync=1, timeouts=silent)
     membership = ElasticFleet(job, config, Policy(1000.0), MetricsBoard(), Shell())

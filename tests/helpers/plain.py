@@ -58,7 +58,8 @@ class Run:
     @property
     def job(self) -> Any:
         """What a worker knows of it."""
-        job: Any = SimpleNamespace(session="s", transport="rpc", why="", attaches=True, hosts=None, finder=None)
+        about = {"attaches": True, "hosts": None, "finder": None, "placed": frozenset()}
+        job: Any = SimpleNamespace(session="s", transport="rpc", why="", **about)
         job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
         job.excuse, job.successor, job.store = lambda rank: None, lambda server: "none", lambda: None
         return job

@@ -139,3 +139,21 @@ def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.Monke
         watch._workers.clear()
         watch.close()
     assert not Path(str(watch._private)).exists()
+
+
+def test_a_server_that_ended_with_its_lease_is_replaced_once_the_lease_is_extended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, replaced = 100.0, list[Any]()
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    overseer, ended = Supervisor(None), set[str | int]()
+    server = SimpleNamespace(key="server/1", process=SimpleNamespace(poll=lambda: 1), extend_lease=lambda until: None)
+    overseer._servers = [server]  # type: ignore[list-item]
+    monkeypatch.setattr(overseer, "_replace", replaced.append)
+    overseer.extend_lease(99.0)
+    overseer._look(ended)
+    assert replaced == []
+    overseer.extend_lease(101.0)
+    overseer._look(ended)
+    overseer._look(ended)
+    assert replaced == [server]
