@@ -24,7 +24,7 @@ from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, repo
 
 SAMPLES, EPOCHS, PROCESSES = 300, 2, 3
 MUCH = 64  # more CPUs than there are
-START_S = 300  # until a server has started: with other tests on two cores, two minutes were too few
+START_S, END_S = 240, 120  # other tests run on the same cores
 SLOW_S = 0.2  # a step's seconds until so many processes have trained
 QUIET = {
     "accelerator": "cpu",
@@ -164,7 +164,7 @@ def refused(function: Any, folder: str, resources: dict[str, float], disturb: An
         try:
             run = trainer(function, folder, resources).start()
             disturb(run)
-            run.result(60)
+            run.result(END_S)
         except (ASGDError, LaunchError) as error:
             return f"{type(error).__name__}: {error}; {error.__cause__!r}"
     return "nothing was raised"
