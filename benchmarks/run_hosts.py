@@ -231,7 +231,8 @@ def run(transport: str, losses: int, chance: random.Random, workers: int, option
                 time.sleep(CALM_S * chance.uniform(0.5, 1.5))
                 how = LOSSES[number % len(LOSSES)]
                 machine, served_s, seconds = job.lose(how)
-                took.setdefault(f"{how}, another serves", []).append(served_s)
+                if math.isfinite(served_s):
+                    took.setdefault(f"{how}, another serves", []).append(served_s)
                 took.setdefault(f"{how}, all train", []).append(seconds)
                 CONSOLE.print(
                     f"  {number + 1}/{losses} host {machine} {how}: another serves after {served_s:.1f} s, all train "
