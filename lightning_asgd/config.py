@@ -150,7 +150,7 @@ class ExchangeConfig:
 
 
 def _code(compression: Any, rule: Algorithm) -> Compression | None:
-    """The code of pushes: the algorithm's own, or the one that the user chooses."""
+    """Find the code that compresses pushes. An algorithm may have its own; otherwise the user chooses one."""
     code = find_compression(compression)
     if code is not None and rule.code is not None:
         raise ConfigurationError(

@@ -14,7 +14,6 @@ from lightning_asgd.processes.host_entry import (
     CALL,
     HOST_KEY,
     JOIN_KEY,
-    LEASE_S,
     STOP_KEY,
     VOTED_KEY,
     HostEntry,
@@ -37,7 +36,6 @@ log = logging.getLogger(__name__)
 # Parts of the lease.
 _ASK = 0.12  # between two questions to another host
 _STATUS = 0.2  # between two questions to the coordinator
-_NEAR = 1.0  # since a worker was heard that has left, rather than been lost
 
 _ANSWER_S = 5.0
 
@@ -95,9 +93,9 @@ class _OtherHost:
 class _Heard:
     """When this host's coordinator has heard each worker. It is asked without waiting for its answer."""
 
-    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, transport: str, interface: str, lease_s: Callable[[], float]) -> None:
         self._rendezvous, self._kind, self._interface = rendezvous, registry.kind_of(transport), interface
-        self._lease_s = LEASE_S
+        self._lease_s = lease_s
         self._connection: Transport | None = None
         self._call: Any = None
         self._asked_at = 0.0
@@ -106,14 +104,13 @@ class _Heard:
         self.left: set[int] = set()
         """Workers that have left. One that was silent before it was excluded may be alive, and is not among them."""
 
-    def look(self, key: str, now: float, lease_s: float) -> None:
+    def look(self, key: str, now: float) -> None:
         """Take an answer that has arrived; ask again now and then."""
-        self._lease_s = lease_s
         if self._call is not None and self._call.done():
             call, self._call = self._call, None
             with contextlib.suppress(RuntimeError):
                 self._take(call.wait())
-        elif self._call is None and now > self._asked_at + _STATUS * self._lease_s:
+        elif self._call is None and now > self._asked_at + _STATUS * self._lease_s():
             self._asked_at = now
             address = str(self._rendezvous.peek_server(key).get("address", ""))
             if address:
@@ -125,7 +122,7 @@ class _Heard:
             asked = self._asked_at
             self.at = {w.worker: min(asked - w.silent_s, asked) for w in answer.workers if not w.away}
             self.left |= self._near - {w.worker for w in answer.workers}
-            self._near = {w.worker for w in answer.workers if not w.away and w.silent_s < _NEAR * self._lease_s}
+            self._near = {w.worker for w in answer.workers if not w.away and w.silent_s < self._lease_s()}
 
     def _connected(self, address: str) -> Transport:
         connection = self._connection
@@ -163,7 +160,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._host, self._lock = RunHost(entry, time.monotonic()), threading.Lock()
         self._rendezvous, self._overseer = rendezvous, overseer
         self._others: dict[str, _OtherHost] = {}
-        self._heard = _Heard(rendezvous, entry.transport, interface)
+        self._heard = _Heard(rendezvous, entry.transport, interface, self._lease_s)
         self._published: HostEntry | None = None
         self._voted: Any = None
         self._could_take_over = False
@@ -182,6 +179,10 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         if is_address(address):
             with self._lock:
                 self._host.add(str(address))
+
+    def _lease_s(self) -> float:
+        """The lease of a host of this run: of the host that serves, if it is another one."""
+        return self.entry.lease_s
 
     @property
     def entry(self) -> HostEntry:
@@ -203,7 +204,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         self._add(self._rendezvous.peek(JOIN_KEY, str))
         self._ask_others()
         if self.entry.serves and self._others:
-            self._heard.look(self.keys[0], now, self.entry.lease_s)
+            self._heard.look(self.keys[0], now)
         elif not self.entry.serves:
             self._look_for_votes(now)
             if not self.entry.ready and self._have_started():
@@ -241,7 +242,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
 
     def _ask_others(self) -> None:
         for address in set(self._host.others) - self._others.keys():
-            self._others[address] = _OtherHost(address, lambda: self.entry.lease_s, self._note, self._look)
+            self._others[address] = _OtherHost(address, self._lease_s, self._note, self._look)
         for address in self._others.keys() - set(self._host.others):
             self._others.pop(address).close()
         entry = self.entry

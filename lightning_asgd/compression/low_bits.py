@@ -37,14 +37,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class _LowBits(Compression):
-    """A few bits per value, and a scale per block.
-
-    Args:
-        block: values that share a scale, a multiple of 8.
-
-    Raises:
-        ConfigurationError: it is no such number.
-    """
+    """A few bits per value, and a scale per block."""
 
     block: int = 256
 

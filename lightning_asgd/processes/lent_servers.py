@@ -5,7 +5,7 @@ lender has a lease: its lent servers live for ``lease_s`` after it last reached 
 serves. So when the host has not heard a lender for longer than that, the lent servers are gone, and it starts others
 in their place, which are restored from the workers' copies. A host that takes over uses servers of its own only.
 
-In an elastic run, hosts that stand by lend servers to the one that serves. ``placed_servers.py`` is for a job.
+In an elastic run, standby hosts lend servers to the host that serves. Jobs use this through ``placed_servers.py``.
 """
 
 from __future__ import annotations

@@ -142,9 +142,15 @@ class PlacedServers(BorrowedServers):
             keys = [_key(node, at, number) for number in numbers]
             self._blocks.append(BorrowedShare(numbers, keys, lender=_lender(node), asked_at=at))
         settings = {**asdict(overseer.settings), "moves": True}  # if they end, their workers find others
-        about = {"servers": servers, "machines": machines, "standby": overseer.hot_standby, "settings": settings}
-        about |= {"lease_s": lease_s}
-        self._order = {"at": at, "by": f"worker {0 if hosts is None else hosts.rank}", **about}
+        self._order = {
+            "at": at,
+            "by": f"worker {0 if hosts is None else hosts.rank}",
+            "servers": servers,
+            "machines": machines,
+            "standby": overseer.hot_standby,
+            "lease_s": lease_s,
+            "settings": settings,
+        }
 
     def announce(self) -> None:
         """Let the nodes start their servers, or keep them."""

@@ -15,24 +15,14 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import nbytes
+from tests.unit.test_compression import decoded, vector
 
 LOW = [Float4(), Int2(), Sign(), Float4(8), Int2(24)]
 SCALES = st.sampled_from([0.0, 1e-30, 1e-3, 1e4])
 
 
-def vector(n: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, generator=generator) * 10 ** torch.randn(n, generator=generator)
-
-
-def decoded(code: Compression, values: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(values, 7.0)
-    code.decode(code.encode(values), out)
-    return out
-
-
 def by_hand(code: Compression, block: list[float]) -> list[float]:
-    """What a block is decoded as, also one that is shorter than the others."""
+    """Compute the decoded values of a block. The last block of a vector may be shorter than the others."""
     if isinstance(code, Float4):
         top = max(map(abs, block))
         found = []
