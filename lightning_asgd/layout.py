@@ -95,6 +95,14 @@ class Layout:
         sizes = (self.bounds(server, g) for g in range(len(self.groups)))
         return tuple((g.role, g.dtype, stop - start) for g, (start, stop) in zip(self.groups, sizes, strict=True))
 
+    def named(self, server: int) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """``(name, number of scalars)`` of every tensor that the shard on ``server`` holds a part of, per group."""
+        named: list[list[tuple[str, int]]] = [[] for _ in self.groups]
+        for piece in self.pieces():
+            if piece.server == server:
+                named[piece.group].append((self.tensors[piece.tensor].name, piece.length))
+        return tuple(map(tuple, named))
+
     def shard_nbytes(self, server: int) -> int:
         """Bytes of the shard on ``server``."""
         return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in self.shard(server))

@@ -120,6 +120,7 @@ def simulations() -> dict[str, Callable[[], Simulation]]:
         cls = getattr(algorithms, name)
         if inspect.isclass(cls) and issubclass(cls, Transform) and cls is not Transform:
             base: Callable[..., Algorithm] = ASGD if Payload.DELTA in cls.payloads else Downpour
+            base = LocalSGD if cls.per_tensor else base
             transform = STRICTER.get(cls, cls)()
             made[f"transform {name}"] = lambda base=base, transform=transform: of(base(transforms=[transform]))
         elif inspect.isclass(cls) and cls not in (Algorithm, Transform, *NOT_SIMULATED):

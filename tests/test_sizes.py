@@ -99,7 +99,8 @@ TOOLS = {
 # 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
 # 590 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
 # 630 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
-LINES = {"core": 34_735, "engines": 1_097, "tools": 9_700}
+# 545 of the core are rules that are called tensor by tensor, Decoupled DiLoCo with its quorum, RDA, and the gain.
+LINES = {"core": 35_280, "engines": 1_097, "tools": 9_710}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

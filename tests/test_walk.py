@@ -60,9 +60,9 @@ NSYNC = 4
 HOOKS = ("on_train_batch_start", "optimizer_step")
 
 RECORDED = {
-    "exchange: rooms that carry": 12,
+    "exchange: rooms that carry": 13,  # server/group_rules is one: what rules keep, by tensor or vector
     "exchange: frames that carry": 29,
-    "exchange: rooms entered": 25,  # adapter/private_names and loop/participation, which other loops share, are two
+    "exchange: rooms entered": 26,  # adapter/private_names and loop/participation, which other loops share, are two
     "step: rooms that carry": 3,
     "step: frames that carry": 3,
     "step: rooms entered": 13,

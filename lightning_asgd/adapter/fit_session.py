@@ -87,7 +87,7 @@ class FitSession(Participation):
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
         self._trainer, self._resume = trainer, resume
         self.last: LastState | None = None  # set when the main process is gone
-        waits = config.algorithm.waits and not membership.comes_and_goes
+        waits = config.algorithm.lockstep and not membership.comes_and_goes
         self._messages = FitMessages(trainer, membership, config, self._waited)
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)

@@ -8,11 +8,13 @@ from lightning_asgd.algorithms.asgd import ASGD
 from lightning_asgd.algorithms.averaging import LocalSGD
 from lightning_asgd.algorithms.base import Algorithm, Transform
 from lightning_asgd.algorithms.dana import DANASlim
+from lightning_asgd.algorithms.decoupled_diloco import DecoupledDiLoCo, Quorum
 from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
 from lightning_asgd.algorithms.downpour import Downpour
 from lightning_asgd.algorithms.elastic import EAMSGD, EASGD
 from lightning_asgd.algorithms.hogwild import Hogwild
 from lightning_asgd.algorithms.layerwise import LayerWise
+from lightning_asgd.algorithms.merging import RadialDirectional
 from lightning_asgd.algorithms.recipes import recipe
 from lightning_asgd.algorithms.rounds import Barrier, WarmStart
 from lightning_asgd.algorithms.sgmcmc import SGMCMC, ElasticSGMCMC
@@ -38,6 +40,7 @@ __all__ = [
     "Algorithm",
     "Barrier",
     "DANASlim",
+    "DecoupledDiLoCo",
     "DelayCompensation",
     "DelayedNesterov",
     "DiLoCo",
@@ -49,6 +52,8 @@ __all__ = [
     "Hogwild",
     "LayerWise",
     "LocalSGD",
+    "Quorum",
+    "RadialDirectional",
     "Rennala",
     "ScaleByStaleness",
     "SoftSync",
@@ -65,6 +70,7 @@ __all__ = [
 _NAMED: dict[str, type[Algorithm]] = {
     "asgd": ASGD,
     "dana_slim": DANASlim,
+    "decoupled_diloco": DecoupledDiLoCo,
     "delayed_nesterov": DelayedNesterov,
     "diloco": DiLoCo,
     "downpour": Downpour,

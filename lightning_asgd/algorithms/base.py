@@ -2,7 +2,8 @@
 
 A worker's *payload* arrives at the server, the transforms weigh and change it, the algorithm applies it to the weights,
 and the *answer* goes back. Everything is in place on tensors of shape ``(n,)``; servers call it chunk by chunk, so a
-rule must work element by element unless it says that it is not :attr:`Algorithm.chunked`.
+rule must work element by element unless it says that it is :attr:`Algorithm.per_tensor`, or not
+:attr:`Algorithm.chunked`.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class Push:
             mean of all that take part: 1 if all are equal.
         count: number of pushes combined into the update; their mean, by these weights, is given.
         version: of the shard, before this update.
+        scale: where pushes are aggregated, what this one will be multiplied with; of their mean, their weight together.
+        tensor: the module's name of the tensor that the update is a part of; empty for rules that are not called
+            tensor by tensor.
     """
 
     worker: int = 0
@@ -80,6 +84,8 @@ class Push:
     weight: float = 1.0
     count: int = 1
     version: int = 0
+    scale: float = 1.0
+    tensor: str = ""
 
 
 @dataclass
@@ -95,6 +101,9 @@ class Table:
         batches: samples in a batch of each, or what each trains in a step; where known.
         gathered: workers whose pushes are being aggregated.
         count: number of these pushes.
+        arrivals: when the first push of each of these workers came, in seconds.
+        now: the time, on the same clock.
+        nsync: optimizer steps between two exchanges, as the user has set them.
     """
 
     living: set[int] = field(default_factory=set)
@@ -105,6 +114,9 @@ class Table:
     batches: dict[int, float] = field(default_factory=dict)
     gathered: set[int] = field(default_factory=set)
     count: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    now: float = 0.0
+    nsync: int = 0
 
     @property
     def active(self) -> set[int]:
@@ -169,23 +181,45 @@ class Transform(Configurable):
 
     slots: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors that it keeps per shard, initially zero."""
+    per_tensor: ClassVar[bool] = False
+    """Whether it is called tensor by tensor, with slots for each, and changes the mean of aggregated pushes."""
     backup: ClassVar[bool] = False
     """Whether it uses ``slots["backup"]``: the weights in the latest reply to the push's worker."""
     gathers: ClassVar[bool] = False
     """Whether it aggregates pushes until :meth:`ready`."""
     waits: ClassVar[bool] = False
     """Whether it may block replies."""
+    runs_ahead: ClassVar[bool] = False
+    """Whether workers train on while their replies are blocked, until their next exchange of the same fragment."""
+    timed: ClassVar[bool] = False
+    """Whether :meth:`ready` depends on the time."""
     holds_at_start: ClassVar[bool] = False
     """Whether workers send a request, which may be blocked, before their first step after a sync point."""
     payloads: ClassVar[tuple[Payload, ...]] = (Payload.DELTA, Payload.GRADIENT)
     """The payloads that it supports."""
 
+    def start(self, weights: Tensor) -> dict[str, Tensor]:
+        """Create what it keeps: for each tensor if it is ``per_tensor``, else for each shard."""
+        return {name: torch.zeros_like(weights) for name in self.slots}
+
     def weigh(self, push: Push) -> float | None:
         """The factor of the update; None to drop it."""
         return 1.0
 
+    def share(self, batch: float, steps: int) -> float:
+        """The weight of a push in the mean of aggregated ones.
+
+        Args:
+            batch: samples of a batch, or what a step has trained in samples or tokens.
+            steps: optimizer steps in the push.
+        """
+        return batch
+
     def change(self, update: Tensor, weights: Tensor, slots: dict[str, Tensor], push: Push) -> None:
         """Change the update in place."""
+
+    def merge(self, mean: Tensor, slots: dict[str, Tensor], push: Push) -> None:
+        """Change a tensor's mean of the aggregated pushes in place, before the algorithm applies it."""
 
     def ready(self, table: Table) -> bool:
         """Whether to apply the aggregated pushes now."""
@@ -241,6 +275,12 @@ class Algorithm(Configurable):
             names = ", ".join(type(t).__name__ for t in (*given, *self.always) if t.gathers)
             raise ConfigurationError(f"{name} was given several transforms that aggregate: {names}. Expected one.")
         object.__setattr__(self, "transforms", (*(t for t in given if t not in self.always), *self.always))
+        alone = [type(t).__name__ for t in given if t.per_tensor]
+        if alone and not any(t.gathers for t in self.transforms):
+            raise ConfigurationError(
+                f"{name} was given {alone[0]}, which merges aggregated pushes, and no transform that aggregates. "
+                "Expected an algorithm in rounds, such as DiLoCo or LocalSGD, or a transform such as SoftSync."
+            )
 
     @property
     def waits(self) -> bool:
@@ -248,9 +288,32 @@ class Algorithm(Configurable):
         return any(t.waits for t in self.transforms)
 
     @property
+    def lockstep(self) -> bool:
+        """Whether workers wait for blocked replies, so that all advance together."""
+        return any(t.waits and not t.runs_ahead for t in self.transforms)
+
+    @property
+    def timed(self) -> bool:
+        """Whether aggregated pushes may become due as time passes."""
+        return any(t.timed for t in self.transforms)
+
+    @property
     def chunked(self) -> bool:
         """Whether :meth:`apply` may be called with pieces of the vectors."""
         return True
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the server calls :meth:`start` and :meth:`apply` for each tensor of the module by itself.
+
+        Of a tensor whose scalars lie on two servers, each calls them for its part.
+        """
+        return False
+
+    @property
+    def knows_tensors(self) -> bool:
+        """Whether servers have to know which scalars belong to which tensor of the module."""
+        return self.per_tensor or any(t.per_tensor for t in self.transforms)
 
     @property
     def compressible(self) -> bool:
@@ -270,6 +333,11 @@ class Algorithm(Configurable):
     @property
     def mix(self) -> float | None:
         """Fraction of its own weights that a worker keeps when it merges a reply; None to rebase its later steps."""
+        return None
+
+    @property
+    def merge_after(self) -> int | None:
+        """Steps between a push and the merge of its reply, which is waited for; None to merge it when it is there."""
         return None
 
     def start(self, weights: Tensor) -> dict[str, Any]:
@@ -302,6 +370,10 @@ class Algorithm(Configurable):
             push: further facts of the push.
         """
         raise NotImplementedError
+
+    def gain(self, slots: dict[str, Any]) -> float | None:
+        """By how much momentum lengthened the latest update, along itself; None if that is not known."""
+        return None
 
     @property
     def leaves_weights(self) -> bool:

@@ -23,61 +23,17 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.asgd import factor
-from lightning_asgd.algorithms.base import Algorithm, Push, Transform
-from lightning_asgd.algorithms.outer_momentum import CAPPED, MOST, capped_factor, check_momentum
+from lightning_asgd.algorithms.base import Push, Run, Transform
+from lightning_asgd.algorithms.outer_momentum import OuterMomentum
 from lightning_asgd.algorithms.rounds import Barrier
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import at_least, between, whole
 
 __all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 
 
 @dataclass(frozen=True)
-class _OuterMomentum(Algorithm):
-    """What the algorithms of this file have in common.
-
-    Args:
-        lr: the outer learning rate.
-        momentum: the outer momentum, or ``"capped"``.
-    """
-
-    lr: float = 0.7
-    momentum: float | str = CAPPED
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        name = type(self).__name__
-        at_least(f"{name}(lr)", self.lr, 0, above=True)
-        check_momentum(f"{name}(momentum)", self.momentum)
-
-    @property
-    def chunked(self) -> bool:
-        """See :class:`Algorithm`: the cap depends on whole vectors."""
-        return self.momentum != CAPPED
-
-    def start(self, weights: Tensor) -> dict[str, Any]:
-        """See :class:`Algorithm`."""
-        slots: dict[str, Any] = {"momentum": torch.zeros_like(weights)}
-        if self.momentum == CAPPED:
-            slots["factor"] = torch.tensor(MOST, dtype=torch.float64)
-        return slots
-
-    def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
-        """See :class:`Algorithm`. A checkpoint of a fixed momentum has no factor."""
-        super().load(slots, {**{name: slots[name] for name in slots if name == "factor"}, **saved})
-
-    def latest_factor(self, slots: dict[str, Any]) -> float:
-        """The factor of the momentum for the latest update."""
-        return float(slots["factor"] if self.momentum == CAPPED else self.momentum)
-
-    def next_factor(self, slots: dict[str, Any], update: Tensor) -> float:
-        """The factor of the momentum for an update."""
-        if self.momentum == CAPPED:
-            slots["factor"].fill_(capped_factor(slots["momentum"], update, float(slots["factor"])))
-        return self.latest_factor(slots)
-
-
-@dataclass(frozen=True)
-class DiLoCo(_OuterMomentum):
+class DiLoCo(OuterMomentum):
     """All workers push after ``nsync`` steps; the servers take one Nesterov step along the mean.
 
     Args:
@@ -96,10 +52,7 @@ class DiLoCo(_OuterMomentum):
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -D."""
-        update.mul_(factor("mean", push))
-        part = self.next_factor(slots, update)
-        momentum = slots["momentum"].mul_(part).add_(update)
-        weights.add_(update.add_(momentum, alpha=part), alpha=self.lr)
+        self.step(weights, update.mul_(factor("mean", push)), slots)
 
 
 @dataclass(frozen=True)
@@ -116,17 +69,20 @@ class StreamingDiLoCo(DiLoCo):
         momentum: see :class:`DiLoCo`.
         parts: *P*. Parameters are assigned to the fragments in turn (the paper's strided pattern).
         alpha: :math:`\alpha`, the part of its own weights that a worker keeps.
+        delay: steps after a push in which a worker trains on before it merges the reply, which it then waits for. None:
+            the reply is merged when it is there.
 
     References:
         A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
 
     Departures:
-        The answer is merged when it is there instead of after a fixed number of steps. Updates are quantised only if
-        ``compression="4bit"`` is given.
+        Without ``delay`` the reply is merged when it is there instead of after a fixed number of steps. Updates are
+        quantised only if ``compression="4bit"`` is given.
     """
 
     parts: int = 4
     alpha: float = 0.5
+    delay: int | None = None
 
     overlap: ClassVar[bool] = True
 
@@ -134,6 +90,17 @@ class StreamingDiLoCo(DiLoCo):
         super().__post_init__()
         whole("StreamingDiLoCo(parts)", self.parts, 1)
         between("StreamingDiLoCo(alpha)", self.alpha, 0, 1)
+        if self.delay is not None:
+            whole("StreamingDiLoCo(delay)", self.delay, 0)
+
+    def check(self, run: Run) -> None:
+        """See :class:`Algorithm`."""
+        super().check(run)
+        if self.delay is not None and self.delay >= run.nsync:
+            raise ConfigurationError(
+                f"{type(self).__name__}(delay={self.delay}) was given with nsync={run.nsync}. Expected a delay below "
+                "nsync: a fragment's reply is merged before its next exchange."
+            )
 
     @property
     def fragments(self) -> int:
@@ -145,9 +112,14 @@ class StreamingDiLoCo(DiLoCo):
         """See :class:`Algorithm`."""
         return self.alpha
 
+    @property
+    def merge_after(self) -> int | None:
+        """See :class:`Algorithm`."""
+        return self.delay
+
 
 @dataclass(frozen=True)
-class DelayedNesterov(_OuterMomentum):
+class DelayedNesterov(OuterMomentum):
     r"""Asynchronous DiLoCo: every push moves the weights at once, the momentum only after every ``buffer`` pushes.
 
     .. math::
@@ -189,7 +161,7 @@ class DelayedNesterov(_OuterMomentum):
         spread = min(self.spread, 1 / size)
         momentum, total = slots["momentum"], slots["sum"]
         total.add_(update)
-        part = self.latest_factor(slots)
+        part = float(slots["factor"])
         if (push.version + 1) % size == 0:
             part = self.next_factor(slots, total.div_(size))
             momentum.mul_(part).add_(total)

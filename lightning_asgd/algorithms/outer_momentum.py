@@ -15,8 +15,8 @@ cap keeps the gain below :math:`1 + \mu_{max}` and the rest below the length of 
 
     \mu \le \mu_{max}, \qquad \mu + \mu^2 \max(c, 0) \le \mu_{max}, \qquad \mu^2 |b - c D| \le |D|
 
-If the gain would be negative, :math:`\mu` is 0. It falls at once, and rises by a tenth of the gap per update. There is
-one factor for what a server holds of a fragment in one dtype, so it depends on the number of servers.
+If the gain would be negative, :math:`\mu` is 0. It falls at once, and rises by a tenth of the gap per update. Each
+tensor of the module has a factor of its own; one whose scalars lie on two servers has two.
 
 References:
     Y. Nesterov, 1983, as I. Sutskever et al. write it, "On the importance of initialization and momentum in deep
@@ -26,14 +26,17 @@ References:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import between
+from lightning_asgd.validation import at_least, between
 
-__all__ = ["CAPPED", "MOST", "capped_factor", "check_momentum"]
+__all__ = ["CAPPED", "MOST", "Alignment", "OuterMomentum", "capped_factor"]
 
 CAPPED = "capped"
 MOST = 0.9  # without a cap
@@ -41,36 +44,106 @@ _NEAR_0 = 1e-9
 _RISE = 0.1  # of the way to the cap, per update
 
 
-def check_momentum(name: str, momentum: float | str) -> None:
-    """Raise a :class:`ConfigurationError` unless a user's momentum is a number from 0 to 1 or ``"capped"``."""
-    if isinstance(momentum, str):
-        if momentum != CAPPED:
-            raise ConfigurationError(f"{name}={momentum!r}. Expected {CAPPED!r} or a number from 0 to 1.")
-    else:
-        between(name, momentum, 0, 1)
+@dataclass(frozen=True)
+class Alignment:
+    """How a momentum lies to an update.
 
-
-def capped_factor(momentum: Tensor, update: Tensor, before: float) -> float:
-    """The factor of the momentum for an update.
-
-    Args:
-        momentum: *b*, shape ``(n,)``.
-        update: *D*, shape ``(n,)``.
-        before: the factor for the update before.
+    Attributes:
+        along: *c*, the part along the update, in its lengths.
+        across: the length of the rest, in the same unit.
     """
-    if update.is_complex():
-        momentum, update = torch.view_as_real(momentum).flatten(), torch.view_as_real(update).flatten()
-    wide = torch.float64 if update.dtype is torch.float64 else torch.float32  # a product of 16 bits would overflow
-    length = float(torch.linalg.vector_norm(update, dtype=torch.float64))
-    if length == 0:
+
+    along: float
+    across: float
+
+    @classmethod
+    def of(cls, momentum: Tensor, update: Tensor) -> Alignment | None:
+        """That of *b* and *D*, shape ``(n,)``; None if *D* is zero."""
+        if update.is_complex():
+            momentum, update = torch.view_as_real(momentum).flatten(), torch.view_as_real(update).flatten()
+        wide = torch.float64 if update.dtype is torch.float64 else torch.float32  # a product of 16 bits would overflow
+        length = float(torch.linalg.vector_norm(update, dtype=torch.float64))
+        if length == 0:
+            return None
+        along = float(torch.dot(momentum.to(wide), update.to(wide))) / length / length
+        size = float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) / length
+        return cls(along, math.sqrt(max(size * size - along * along, 0.0)))
+
+    def gain(self, factor: float) -> float:
+        """By how much Nesterov's step with a factor of the momentum is longer than *D*, along it."""
+        return 1 + factor + factor**2 * self.along
+
+
+def capped_factor(alignment: Alignment | None, before: float) -> float:
+    """The factor of the momentum for an update, whose predecessor's was ``before``."""
+    if alignment is None:
         return min(before, MOST)
-    along = float(torch.dot(momentum.to(wide), update.to(wide))) / length / length
-    size = float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) / length
-    if not math.isfinite(along * size):
+    along, across = alignment.along, alignment.across
+    if not math.isfinite(along * across):
         return 0.0
-    across = math.sqrt(max(size * size - along * along, 0.0))
     cap = (math.sqrt(1 + 4 * along * MOST) - 1) / (2 * along) if along > _NEAR_0 else MOST
     cap = min(cap, MOST, across**-0.5 if across > _NEAR_0 else MOST)
-    if 1 + cap + cap**2 * along < 0:  # the momentum would turn the update back
+    if alignment.gain(cap) < 0:  # the momentum would turn the update back
         return 0.0
     return min(cap, before + _RISE * (cap - before))
+
+
+@dataclass(frozen=True)
+class OuterMomentum(Algorithm):
+    """An algorithm whose servers take Nesterov steps.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: the outer momentum, or ``"capped"``.
+    """
+
+    lr: float = 0.7
+    momentum: float | str = CAPPED
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        at_least(f"{name}(lr)", self.lr, 0, above=True)
+        if not isinstance(self.momentum, str):
+            between(f"{name}(momentum)", self.momentum, 0, 1)
+        elif self.momentum != CAPPED:
+            raise ConfigurationError(
+                f"{name}(momentum)={self.momentum!r}. Expected {CAPPED!r} or a number from 0 to 1."
+            )
+
+    @property
+    def per_tensor(self) -> bool:
+        """See :class:`Algorithm`."""
+        return True
+
+    def start(self, weights: Tensor) -> dict[str, Any]:
+        """See :class:`Algorithm`."""
+        first = MOST if self.momentum == CAPPED else float(self.momentum)
+        numbers = {"factor": torch.tensor(first, dtype=torch.float64), "gain": torch.zeros((), dtype=torch.float64)}
+        return {"momentum": torch.zeros_like(weights), **numbers}
+
+    def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
+        """See :class:`Algorithm`. Before release 0.2 neither factor nor gain was kept."""
+        super().load(slots, {**slots, **saved})
+        if self.momentum != CAPPED:
+            slots["factor"].fill_(self.momentum)
+
+    def next_factor(self, slots: dict[str, Any], update: Tensor) -> float:
+        """The factor of the momentum for an update."""
+        alignment = Alignment.of(slots["momentum"], update)
+        if self.momentum == CAPPED:
+            slots["factor"].fill_(capped_factor(alignment, float(slots["factor"])))
+        factor = float(slots["factor"])
+        slots["gain"].fill_(0.0 if alignment is None else alignment.gain(factor))
+        return factor
+
+    def gain(self, slots: dict[str, Any]) -> float | None:
+        """See :class:`Algorithm`."""
+        gain = float(slots["gain"])
+        return gain if gain and math.isfinite(gain) else None
+
+    def step(self, weights: Tensor, update: Tensor, slots: dict[str, Any]) -> None:
+        """Take a Nesterov step; ``update`` is -D, and is overwritten."""
+        factor = self.next_factor(slots, update)
+        momentum = slots["momentum"].mul_(factor).add_(update)
+        weights.add_(update.add_(momentum, alpha=factor), alpha=self.lr)

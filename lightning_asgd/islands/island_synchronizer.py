@@ -247,7 +247,7 @@ def set_up_island(
 
     made: list[Exchanger] = []
     group.share(lead)
-    offline = 0 if algorithm.waits else config.max_offline_steps
+    offline = 0 if algorithm.lockstep else config.max_offline_steps
     return IslandSynchronizer(group, layout, parts, made[0] if made else None, offline)
 
 

@@ -194,7 +194,7 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if ((rule := self._config.algorithm).waits and self._run is None) or rule.payload is Payload.LAYERS:
+        if ((rule := self._config.algorithm).lockstep and self._run is None) or rule.payload is Payload.LAYERS:
             raise ConfigurationError(
                 f"batches() was called with {type(rule).__name__}, whose workers wait for each other. Expected a "
                 "dataloader of your own that gives every worker an equal part, or an elastic run."

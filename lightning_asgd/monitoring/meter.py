@@ -129,6 +129,7 @@ class Meter:
             staleness=binned(stats.staleness_histogram),
             nsync=stats.nsync,
             distance=stats.distance,
+            outer_gain=stats.outer_gain,
         )
 
     def _switch(self, to: str) -> float:

@@ -48,6 +48,8 @@ class InitShard(Request):
     shared: SharedRef | None = None  # block through which this worker will exchange, None for by-value messages
     fragment: int = 0  # number of the part of the module that the shard holds its share of
     compression: Any = None  # code of what is sent by value (`Compression`); None for none
+    # Per group, the name of each tensor and the number of its scalars in this shard; none if no rule asks for them.
+    tensors: tuple[tuple[tuple[str, int], ...], ...] = ()
     in_parts: bool = False  # whether the processes of an island have brought the initial values: see `InitPart`
 
 
@@ -112,6 +114,7 @@ class Reply:
     incarnations: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)  # workers that are gone, and why
     stopped: int = 0  # number of the collective in which a worker waits that trains no more; 0 if there is none
+    gain: float | None = None  # by how much momentum lengthened the latest update, along itself; None if not known
 
     @property
     def bulky(self) -> bool:

@@ -135,7 +135,7 @@ class Service:
             for worker in self.state.recovery.waiting:
                 # Another server may have applied already what they are about to replay: none may be suspected.
                 members.note_heartbeat(worker, now)
-            self._complete(session.collectives.expire(now))
+            self._complete(session.tick(now))
             for worker in members.away_for_good(now):
                 self._leave(Leave(members.session, worker, "it missed its heartbeats for too long", process=""))
             if members.changed or members.aborted:
@@ -244,7 +244,7 @@ class Service:
             raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
         begun, lasting = self._clock(), shard.keeps_buffers
         update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=lasting)
-        due = shard.exchange(message, update)
+        due = shard.exchange(message, update, begun)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
         return self._complete(due, message, begun)

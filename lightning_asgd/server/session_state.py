@@ -131,6 +131,13 @@ class SessionState:
                 "checkpoint holds of the same algorithm and layout."
             ) from error
 
+    def tick(self, now: float) -> list[Completion]:
+        """What has become due as time has passed."""
+        due = self.collectives.expire(now)
+        for shard in self.shards.values():
+            due += shard.tick(now)
+        return due
+
     def members_changed(self, changed: Collection[int]) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now, and whose part has ``changed``."""
         due = self.means.update_members(self.members.living)

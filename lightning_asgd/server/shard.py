@@ -12,24 +12,25 @@ have become due, which may be none, and may be other workers'.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table
+from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table, Transform
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, Role, check_form
 from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
 from lightning_asgd.protocol import Exchange, Reply
+from lightning_asgd.server.group_rules import GroupRules, Tensors, chunks
 from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
+from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.stats import Verdict
 
-__all__ = ["CHUNK", "REFUSED_IN_A_ROW", "Shard"]
+__all__ = ["REFUSED_IN_A_ROW", "Shard"]
 
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
@@ -67,6 +68,7 @@ class Shard:
     groups: Groups
     algorithm: Algorithm
     comes_and_goes: bool = False
+    tensors: Sequence[Tensors] = ()  # per group; none where no rule asks for them
     version: int = 0
     weights: tuple[Tensor, ...] = ()  # none before :meth:`initialise`
     counts: _Counts = field(default_factory=_Counts)
@@ -79,12 +81,10 @@ class Shard:
     _known: set[int] = field(default_factory=set)  # workers that took part at the last call
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
-    # Per group; empty for groups that are not parameters.
-    _slots: list[dict[str, Any]] = field(default_factory=list)
-    _kept: list[list[dict[str, Tensor]]] = field(default_factory=list)  # per transform
-    _pending: list[Tensor | None] = field(default_factory=list)
+    _rules: list[GroupRules | None] = field(default_factory=list)  # per group; None for those that are no parameters
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
     _copy: ShardCopy | None = None  # for the latest snapshot
+    _gain: float | None = None  # of the latest update
     _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
     _weights: float = 0.0  # in units of the first one
@@ -105,16 +105,12 @@ class Shard:
         check_form(weights, self.groups)
         self.weights = tuple(weights)
         self.version = version
-        parameters = [role is Role.PARAMETER for role, _, _ in self.groups]
-        transforms = self.algorithm.transforms
-        self._slots = [self.algorithm.start(w) if p else {} for w, p in zip(weights, parameters, strict=True)]
-        self._kept = [
-            [{name: torch.zeros_like(w) for name in t.slots} for t in transforms] if p else []
-            for w, p in zip(weights, parameters, strict=True)
-        ]
-        gathers = any(t.gathers for t in transforms)
-        self._pending = [
-            torch.zeros_like(w) if p and gathers else None for w, p in zip(weights, parameters, strict=True)
+        tensors = self.tensors or [() for _ in self.groups]
+        if len(tensors) != len(self.groups):
+            raise ProtocolError(f"A shard of {self.groups} was laid out as {len(tensors)} groups of tensors.")
+        self._rules = [
+            GroupRules(self.algorithm, w, named) if role is Role.PARAMETER else None
+            for (role, _, _), w, named in zip(self.groups, weights, tensors, strict=True)
         ]
         self._backups = {}
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
@@ -132,8 +128,9 @@ class Shard:
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
-            for pending in (each for each in self._pending if each is not None):
-                pending.zero_()
+            for rules in self._rules:
+                if rules is not None and rules.pending is not None:
+                    rules.pending.zero_()
             self._forget_gathered()  # workers push again what these weights lack
         self.latest_push, self._applied = dict(pushes), dict(pushes)
         self._counted = SampleShares()  # the membership's own set may have lost workers since the last count
@@ -146,11 +143,12 @@ class Shard:
         copy = self._copy = ShardCopy()
         return {
             "groups": self.groups,
+            "tensors": self.tensors,
             "algorithm": self.algorithm,
             "version": self.version,
             "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
-            "state": [copy.of(i, kept) for i, kept in enumerate(self._state())],
-            "pending": [copy.of(i, p) for i, p in enumerate(self._pending)],
+            "state": [rules.snapshot(i, copy) if rules else {} for i, rules in enumerate(self._rules)],
+            "pending": [copy.of(i, rules.pending) if rules else None for i, rules in enumerate(self._rules)],
             "gathered": (self.table.count, self._lr, self._steps, self._weights, self._first),
             "samples": list(self.samples),  # never changed
         }, copy
@@ -158,10 +156,12 @@ class Shard:
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
         """A shard that continues from a snapshot, with other workers."""
-        shard = cls(kept["groups"], kept["algorithm"], comes_and_goes)
+        shard = cls(kept["groups"], kept["algorithm"], comes_and_goes, kept["tensors"])
         shard.initialise(kept["weights"], kept["version"])
         shard.restore(kept["state"])
-        shard._pending = kept["pending"]
+        for rules, pending in zip(shard._rules, kept["pending"], strict=True):
+            if rules is not None:
+                rules.pending = pending
         shard.table.count, shard._lr, shard._steps, *rest = kept["gathered"]
         shard._weights, shard._first = rest or (float(shard.table.count), 0.0)  # before release 0.2 all weighed 1
         shard.samples.extend(kept["samples"])
@@ -169,23 +169,14 @@ class Shard:
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
-        return deepcopy(self._state())
-
-    def _state(self) -> list[dict[str, Any]]:
-        return [
-            {"slots": self.algorithm.save(slots), "transforms": kept} if role is Role.PARAMETER else {}
-            for (role, _, _), slots, kept in zip(self.groups, self._slots, self._kept, strict=True)
-        ]
+        return [rules.state(lambda value, _: deepcopy(value)) if rules else {} for rules in self._rules]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take what :meth:`state` returned."""
         self._finish_copy()
-        for saved, slots, kept in zip(state, self._slots, self._kept, strict=True):
-            if saved:
-                self.algorithm.load(slots, saved["slots"])
-                for mine, theirs in zip(kept, saved["transforms"], strict=True):
-                    for name, tensor in mine.items():
-                        tensor.copy_(theirs[name])
+        for saved, rules in zip(state, self._rules, strict=True):
+            if saved and rules is not None:
+                rules.restore(saved)
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
         """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
@@ -212,7 +203,12 @@ class Shard:
             (self._known.add if worker in living else self._known.discard)(worker)
         return self._due() if self.weights else []
 
-    def exchange(self, message: Exchange, buffer: Buffer | None) -> list[Completion]:
+    def tick(self, now: float) -> list[Completion]:
+        """Apply the aggregated pushes if they are due by now, and answer what has become due."""
+        self.table.now = max(self.table.now, now)
+        return self._due() if self.table.count and self.algorithm.timed else []
+
+    def exchange(self, message: Exchange, buffer: Buffer | None, now: float = 0.0) -> list[Completion]:
         """Apply a push once, and answer with the weights if they are wanted.
 
         The buffer, of the shard's form, holds the update on entry and the answer on return; it is None if the message
@@ -223,6 +219,7 @@ class Shard:
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
         table, worker, asked = self.table, message.worker, _Asked(message, buffer)
+        table.now = max(table.now, now)
         if 0 < message.batch < MAX_BATCH:
             table.batches[worker] = message.batch
             self._count(worker)
@@ -255,6 +252,7 @@ class Shard:
         table.steps[worker] += message.steps
         if message.speed > 0:
             table.speeds[worker] = message.speed
+        table.nsync = message.nsync or table.nsync
         self._asked.append(asked)
         return self._due()
 
@@ -284,11 +282,8 @@ class Shard:
             weight=self._counted.weight(self.table.batches.get(message.worker, 0.0)),
             version=self.version,
         )
-        gathers = any(t.gathers for t in algorithm.transforms)
-        if gathers and not self.table.count:
-            self._first = message.batch
-        weighs = message.batch / self._first if gathers and min(message.batch, self._first) > 0 else 1.0
-        scale = weighs
+        gatherer = self._gatherer
+        weighs = scale = self._weigh(gatherer, message) if gatherer else 1.0
         for transform in algorithm.transforms:
             weight = transform.weigh(push)
             if weight is None:
@@ -297,14 +292,19 @@ class Shard:
                 return
             scale *= weight
         self.counts.applied += 1
-        copy_back = message.fetch and not gathers and not algorithm.waits
+        copy_back = message.fetch and not gatherer and not algorithm.waits
+        if gatherer:
+            push = replace(push, scale=scale)
         for index, (role, _, _) in enumerate(self.groups):
-            if role is Role.PARAMETER:
-                answers = copy_back and algorithm.answer is Answer.WEIGHTS
-                self._change(index, update[index], push, scale, answers)
+            rules, before = self._rules[index], self._before(index)
+            if rules is not None:
+                backup = self._backups[push.worker][index] if push.worker in self._backups else rules.weights
+                rules.push(update[index], push, scale, backup, copy_back=copy_back, before=before)
             else:
                 self._combine(role, index, update[index], push.weight / push.live, copy_back)
-        if gathers:
+        if gatherer:
+            if message.worker not in self.table.gathered:
+                self.table.arrivals.append(self.table.now)
             self.table.gathered.add(message.worker)
             self.table.count += 1
             self._lr += message.lr
@@ -314,28 +314,22 @@ class Shard:
             self._count_up()
         asked.filled = copy_back
 
-    def _change(self, index: int, update: Tensor, push: Push, scale: float, copy_back: bool) -> None:
-        """Pass a push through the transforms, and into the weights or the aggregate."""
-        algorithm, weights, pending = self.algorithm, self.weights[index], self._pending[index]
-        slots, kept = self._slots[index], self._kept[index]
-        backup = self._backups[push.worker][index] if push.worker in self._backups else weights
-        for part in self._parts(index):
-            w, u = weights[part], update[part]
-            for transform, own in zip(algorithm.transforms, kept, strict=True):
-                mine = {**_slice(own, part), "backup": backup[part]} if transform.backup else _slice(own, part)
-                transform.change(u, w, mine, push)
-            if scale != 1.0:
-                u.mul_(scale)
-            if pending is not None:
-                pending[part].add_(u)
-                continue
-            algorithm.apply(w, u, _slice(slots, part) if algorithm.chunked else slots, push)
-            if copy_back:
-                u.copy_(w)
+    @property
+    def _gatherer(self) -> Transform | None:
+        return next((t for t in self.algorithm.transforms if t.gathers), None)
+
+    def _weigh(self, gatherer: Transform, message: Exchange) -> float:
+        """The weight of a push among those that are aggregated; the first one's is 1."""
+        share = gatherer.share(message.batch, max(message.steps, 1)) if message.batch > 0 else 0.0
+        if not self.table.count:
+            self._first = share
+        return share / self._first if min(share, self._first) > 0 else 1.0
 
     def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
         """Groups that are not parameters: no algorithm changes how they combine."""
-        for part in self._parts(index):
+        before = self._before(index)
+        for part in chunks(len(update)):
+            before(part)
             w, u = self.weights[index][part], update[part]
             if role is Role.LARGEST:
                 torch.maximum(w, u, out=w)
@@ -352,24 +346,24 @@ class Shard:
         push = Push(
             worker=-1, payload=algorithm.payload, steps=steps, lr=lr, live=live, count=count, version=self.version
         )
-        for index, (weights, slots, pending) in enumerate(zip(self.weights, self._slots, self._pending, strict=True)):
-            if pending is None:
-                continue
-            for part in self._parts(index):
-                mean = pending[part].div_(self._weights)
-                algorithm.apply(weights[part], mean, _slice(slots, part) if algorithm.chunked else slots, push)
-                mean.zero_()
+        for index, rules in enumerate(self._rules):
+            if rules is not None:
+                rules.apply_gathered(self._weights, push, self._before(index))
         self._applied = dict(self.latest_push)
         self._forget_gathered()
         self._count_up()
 
     def _forget_gathered(self) -> None:
         self.table.gathered.clear()
+        self.table.arrivals.clear()
         self.table.count, self._lr, self._steps, self._weights = 0, 0.0, 0, 0.0
 
     def _count_up(self) -> None:
         """An update has been applied."""
         self.version += 1
+        if self.algorithm.per_tensor:
+            # That of the largest group of parameters.
+            self._gain = max(filter(None, self._rules), key=lambda rules: rules.weights.numel()).gain
         if self.algorithm.keeps(self.version):
             self.samples.append((self.version, tuple(w.clone() for w in self.weights)))
 
@@ -405,7 +399,7 @@ class Shard:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
         pushes = dict(self._applied if self.table.count else self.latest_push) if message.fetch else {}
-        return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes)
+        return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes, gain=self._gain)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
@@ -430,20 +424,15 @@ class Shard:
         counts = worker in self.table.living and (worker in self.latest_push or not self.comes_and_goes)
         self._counted.put(worker, self.table.batches.get(worker, 0.0) if counts else None)
 
-    def _parts(self, index: int) -> Iterator[slice]:
-        """Pieces to change one after the other, the whole where the algorithm does not work element by element."""
-        n = self.weights[index].numel()
-        size = CHUNK if self.algorithm.chunked else max(n, 1)
-        for start in range(0, max(n, 1), size):
-            part = slice(start, min(start + size, n))
+    def _before(self, index: int) -> Callable[[slice], None]:
+        """What to call before a part of a group changes."""
+
+        def copy(part: slice) -> None:
             if self._copy is not None and self._copy.left:
                 self._copy.before_change(index, part)
-            yield part
+
+        return copy
 
     def _finish_copy(self) -> None:
         if self._copy is not None:
             self._copy.finish()
-
-
-def _slice(slots: dict[str, Any], part: slice) -> dict[str, Any]:
-    return {name: tensor[part] for name, tensor in slots.items()}

@@ -30,21 +30,25 @@ class ShardCopy:
     """Copies of a shard's vectors; the memory is filled later. A *piece* is a range of a group's vectors."""
 
     def __init__(self) -> None:
-        self._vectors: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by group: copies and originals
+        # By group: copies, originals, and the originals' first scalars.
+        self._vectors: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
         self.left: dict[tuple[int, int], None] = {}
         """The pieces that are not copied yet: group and first scalar."""
 
-    def of(self, group: int, value: Any) -> Any:
-        """The copy of something that a shard keeps for a group: its vectors piece by piece, the rest at once."""
+    def of(self, group: int, value: Any, first: int = 0) -> Any:
+        """The copy of something that a shard keeps for a group: its vectors piece by piece, the rest at once.
+
+        ``first`` is the first of the group's scalars that the vectors are about.
+        """
         if isinstance(value, Tensor) and value.dim() == 1:
             made = value.new_empty(value.shape)
-            self._vectors.setdefault(group, []).append((made, value))
-            self.left |= dict.fromkeys((group, start) for start in range(0, value.numel(), CHUNK))
+            self._vectors.setdefault(group, []).append((made, value, first))
+            self.left |= dict.fromkeys((group, start) for start in _pieces(first, first + value.numel()))
             return made
         if isinstance(value, dict):
-            return {key: self.of(group, each) for key, each in value.items()}
+            return {key: self.of(group, each, first) for key, each in value.items()}
         if type(value) in (list, tuple):
-            return type(value)([self.of(group, each) for each in value])
+            return type(value)([self.of(group, each, first) for each in value])
         return copy.deepcopy(value)
 
     def populate(self) -> None:
@@ -52,7 +56,7 @@ class ShardCopy:
 
         A push of 100 MB under DelayedNesterov that arrives during a snapshot takes 62 ms of CPU time in place of 240.
         """
-        for made, _ in [pair for pairs in list(self._vectors.values()) for pair in pairs]:
+        for made, *_ in [each for vectors in list(self._vectors.values()) for each in vectors]:
             begin = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             whole = (made.data_ptr() + made.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
             with contextlib.suppress(AttributeError, OSError):  # not Linux; an older kernel only reports an error
@@ -61,7 +65,7 @@ class ShardCopy:
 
     def before_change(self, group: int, part: slice) -> None:
         """Copy the pieces of a part of a group's vectors, unless they are copied already."""
-        for start in range(part.start, part.stop, CHUNK):
+        for start in _pieces(part.start, part.stop):
             self._copy(group, start)
 
     def step(self) -> None:
@@ -78,10 +82,16 @@ class ShardCopy:
         if (group, start) not in self.left:
             return
         del self.left[group, start]
-        for made, value in self._vectors[group]:
-            made[start : start + CHUNK].copy_(value[start : start + CHUNK])
+        for made, value, first in self._vectors[group]:
+            where = slice(max(start - first, 0), max(start + CHUNK - first, 0))
+            made[where].copy_(value[where])
         if not self.left:
             self._vectors.clear()
+
+
+def _pieces(first: int, end: int) -> range:
+    """The first scalars of the pieces that hold some of a range."""
+    return range(first // CHUNK * CHUNK, end, CHUNK)
 
 
 def complete(copies: Collection[ShardCopy], lock: AbstractContextManager[Any]) -> None:

@@ -119,10 +119,10 @@ class Simulation:
                 f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "
                 "ASGD(): the simulator supports no other."
             )
-        if algorithm.waits and self.data is not None:
+        if algorithm.lockstep and self.data is not None and not self.elastic:
             raise ConfigurationError(
                 f"data={self.data!r} and algorithm={algorithm!r}, whose workers wait for each other, were given. "
-                "Expected data=None: where they wait, each trains a fixed number of steps."
+                "Expected data=None: where they wait, each trains a fixed number of steps; or elastic=True."
             )
         self.network.links("workers", self.workers + len(self.late_workers))
         self.network.links("servers", self.servers)
@@ -243,7 +243,7 @@ class Running:
             self.clock.at(crash.time_s, partial(self.crash, crash))
         for late in sorted(plan.late_workers, key=lambda each: each.time_s):
             self.clock.at(late.time_s, partial(self.arrive, late))
-        if plan.data is not None:
+        if plan.data is not None or self.config.algorithm.timed:
             self.clock.after(_TICK_S, self.tick)
         self.clock.run(lambda: self.alive > 0)
         self.check_that_all_have_ended()

@@ -181,7 +181,7 @@ class Channel:
                 mine = all(set(r.pushes) <= {connection.worker} for r in replies)
                 self._alone = mine and newer <= push + bool(log.pushed)
             # Versions advance only with the weights: a push is as stale as the weights it was trained from.
-            log.versions = [r.version for r in replies]
+            log.versions, self.stats.outer_gain = [r.version for r in replies], replies[0].gain
             log.pushes = [r.pushes for r in replies]
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
             answers = pending.answers or self.shards.answers(replies, self.replica.wire)
@@ -301,7 +301,7 @@ class Exchanger:
         self._config = config
         self._algorithm = config.algorithm
         # Where servers hold answers back, a worker must not run ahead.
-        self._max_offline_steps = 0 if config.algorithm.waits else config.max_offline_steps
+        self._max_offline_steps = 0 if config.algorithm.lockstep else config.max_offline_steps
         self._data = training.data
 
     @property
@@ -376,9 +376,9 @@ class Exchanger:
             self._connection.attend()
             if channel.leaving is not None and channel.replica.arrived:
                 channel.send(channel.leaving)
-            if channel.answered:
+            schedule, after = channel.schedule, self._algorithm.merge_after
+            if channel.answered if after is None else channel.log.in_flight and schedule.since_push >= after:
                 yield from channel.finish()
-            schedule = channel.schedule
             push, fetch = schedule.due(self.stats.steps)
             if not (push or fetch):
                 continue

@@ -76,6 +76,8 @@ class ShardClient:
             version = 0 if versions is None else versions[s]
             about = self.fragment, compression
             messages.append(InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about))
+        if algorithm.knows_tensors:
+            messages = [replace(message, tensors=layout.named(s)) for s, message in enumerate(messages)]
         self._allocations = [replace(message, weights=None, version=0) for message in messages]
         messages = [replace(message, in_parts=in_parts) for message in messages]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.

@@ -128,7 +128,7 @@ def test_a_repeated_message_changes_nothing(algorithm: Algorithm) -> None:
 def test_chunks_make_no_difference(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (1 << 18, 4, 1):
-        monkeypatch.setattr("lightning_asgd.server.shard.CHUNK", chunk)
+        monkeypatch.setattr("lightning_asgd.server.group_rules.CHUNK", chunk)
         one = shard(algorithm, 1)
         answers = [only(send(one, push(0, seq, one.version), values(seq))).weights for seq in range(1, 7)]
         assert all(a is not None for a in answers)

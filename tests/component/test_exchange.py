@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_asgd.algorithms import (
     ASGD,
     EASGD,
+    DecoupledDiLoCo,
     Downpour,
     LocalSGD,
     SoftSync,
@@ -1025,6 +1026,57 @@ def test_catching_up_waits_for_nobody_and_leaves_the_rounds_as_they_are(algorith
         worker.step(1.0)
         assert worker.exchanger.catch_up() == {}
         worker.exchanger.close()
+
+
+STREAMING = {"parts": 1, "momentum": 0.0, "lr": 1.0, "alpha": 0.0}
+
+
+def test_a_reply_is_merged_after_the_delay_that_was_given_and_not_before() -> None:
+    worker = Worker(Cluster(), nsync=4, algorithm=StreamingDiLoCo(delay=2, **STREAMING))
+    merged = []
+    for _ in range(12):
+        worker.step(1.0)
+        merged.append(worker.exchanger.stats.exchanges)
+    assert merged == [0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_reply_that_is_late_is_waited_for_after_the_delay() -> None:
+    cluster, transport = scripted()
+    worker = Worker(cluster, nsync=4, algorithm=StreamingDiLoCo(delay=1, **STREAMING))
+    transport.hold()
+    for _ in range(4):
+        worker.step(1.0)
+    worker.train(1.0)
+    (awaited,) = next(worker.exchanger.advance())
+    assert not awaited.done()
+    worker.exchanger.close()
+
+
+def test_workers_train_on_while_a_round_lacks_its_quorum_and_a_clock_ends_its_grace_period() -> None:
+    now = [0.0]
+    cluster = Cluster(1, 3, clock=lambda: now[0])
+    rule = DecoupledDiLoCo(quorum=2, **STREAMING)
+    workers = [Worker(cluster, rank, nsync=4, algorithm=rule, clock=lambda: now[0]) for rank in range(3)]
+
+    def train(*ranks: int, steps: int) -> None:
+        for _ in range(steps):
+            now[0] += 1.0
+            for rank in ranks:
+                workers[rank].step(1.0)
+
+    first = workers[0].exchanger.stats
+    train(0, steps=10)
+    assert (first.pushes, first.wait_s) == (0, 0.0)  # no round has ended, and none was waited for
+    assert first.deferred > 0
+    train(1, steps=4)  # a quorum; how fast these workers are is not known yet
+    assert cluster.versions() == [1]
+    train(0, 1, steps=4)
+    assert (first.pushes, cluster.versions()) == (1, [1])
+    # Of the four seconds that a period takes, the first has waited three for the second.
+    for seconds, version in ((0.9, 1), (0.1, 2)):
+        now[0] += seconds
+        cluster.services[0].tick()
+        assert cluster.versions() == [version]
 
 
 def test_workers_who_leave_are_left_out_of_the_mean() -> None:

@@ -13,7 +13,7 @@ from lightning_asgd.algorithms import ASGD, Barrier
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server import shard as shard_module
+from lightning_asgd.server import group_rules
 from lightning_asgd.server.shard import REFUSED_IN_A_ROW, Shard
 from lightning_asgd.server.update_buffers import Buffers
 from lightning_asgd.stats import Verdict
@@ -123,7 +123,7 @@ def test_both_paths_give_the_same_bits_in_any_mixture(
 def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (1 << 18, 2, 1):
-        monkeypatch.setattr(shard_module, "CHUNK", chunk)
+        monkeypatch.setattr(group_rules, "CHUNK", chunk)
         shard = new_shard(0.5)
         _, block = shared(shard, tensors(1))
         _, answer = by_value(shard, tensors(2), seq=2)

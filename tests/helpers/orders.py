@@ -120,6 +120,8 @@ def fingerprint(thing: Any) -> Hashable:
     """What a state is told from others by: all that is in it, without identities and the order of dictionaries."""
     if thing is None or isinstance(thing, bool | int | float | str | bytes | Enum):
         return thing
+    if isinstance(thing, slice):
+        return thing.start, thing.stop
     if isinstance(thing, Tensor):
         return thing.detach().numpy().tobytes()
     if isinstance(thing, Future):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms import ASGD, Barrier
+from lightning_asgd.algorithms import ASGD, Barrier, Quorum, Transform
 from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
 from lightning_asgd.simulation import (
     Constant,
@@ -25,6 +25,7 @@ from lightning_asgd.simulation import (
     ServerCosts,
     Simulation,
 )
+from tests.helpers.algorithms import SumOfRound
 from tests.helpers.script import bits
 
 SAMPLES, EPOCHS = 240, 2
@@ -69,6 +70,28 @@ def counting(**changes: Any) -> Simulation:
 
 def check_counts(report: Report) -> None:
     assert report.weights.tolist() == [EPOCHS] * SAMPLES
+
+
+class AnyFew(Quorum):
+    """A quorum whose pushes all weigh the same, so that they can be added up."""
+
+    def share(self, batch: float, steps: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("transform", [Barrier(), AnyFew(2), AnyFew(grace=0.0)], ids=repr)
+def test_rounds_of_an_elastic_run_lose_nothing_whoever_joins_or_vanishes(transform: Transform, servers: int) -> None:
+    changes: dict[str, Any] = {
+        "servers": servers,
+        "elastic": True,
+        "exchange": {"nsync": 3, "algorithm": SumOfRound(transforms=[transform])},
+        "late_workers": [LateWorker(1.0), LateWorker(1.5, Constant(0.05))],
+        "crashes": [Crash(1, 0.7), Crash(3, 1.2, None), Crash(5, 2.5)],
+        "silence_s": 2.0,
+    }
+    report = counting(**changes).run()
+    torch.testing.assert_close(report.weights, torch.full((SAMPLES,), float(EPOCHS)))
 
 
 @pytest.mark.parametrize("servers", [1, 3])

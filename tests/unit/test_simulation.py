@@ -413,6 +413,7 @@ def every_algorithm() -> list[Any]:
             continue
         if issubclass(cls, Transform):
             base: Callable[..., Algorithm] = ASGD if Payload.DELTA in cls.payloads else algorithms.Downpour
+            base = algorithms.LocalSGD if cls.per_tensor else base
             found.append(pytest.param(base(transforms=[cls()]), id=name))
         elif cls not in (algorithms.Hogwild, algorithms.LayerWise):
             found.append(pytest.param(cls(), id=name))
