@@ -57,6 +57,7 @@ from lightning_asgd.algorithms import (
     Algorithm,
     DANASlim,
     DelayCompensation,
+    DecoupledDiLoCo,
     DelayedNesterov,
     DiLoCo,
     Downpour,
@@ -188,6 +189,7 @@ def entries() -> dict[str, Entry]:
         "DelayedNesterov(momentum=0.9), DynamicSteps": Entry(
             DelayedNesterov(momentum=0.9, transforms=[DynamicSteps()]), group="mean"
         ),
+        "DecoupledDiLoCo": Entry(DecoupledDiLoCo(), group="mean"),
         "SparseLoCo": Entry(SparseLoCo(), group="mean"),
         "LayerWise": Entry(LayerWise(), group="mean"),
         "LayerWise(delay=1)": Entry(LayerWise(1), group="mean"),

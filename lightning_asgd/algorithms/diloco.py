@@ -52,7 +52,7 @@ class DiLoCo(OuterMomentum):
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -D."""
-        self.step(weights, update.mul_(factor("mean", push)), slots)
+        self.step(weights, update.mul_(factor("mean", push)), slots, push)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class DelayedNesterov(OuterMomentum):
         total.add_(update)
         part = float(slots["factor"])
         if (push.version + 1) % size == 0:
-            part = self.next_factor(slots, total.div_(size))
+            part = self.next_factor(slots, total.div_(size), push)
             momentum.mul_(part).add_(total)
             total.zero_()
             spread = 1 - spread * size + spread

@@ -15,12 +15,18 @@ cap keeps the gain below :math:`1 + \mu_{max}` and the rest below the length of 
 
     \mu \le \mu_{max}, \qquad \mu + \mu^2 \max(c, 0) \le \mu_{max}, \qquad \mu^2 |b - c D| \le |D|
 
+Here :math:`\mu_{max}` is 0.9 if all workers' pushes are merged into *D*. Where *N* workers' pushes move the weights
+one after the other, the delay acts as a momentum of 1 - 1 / *N* by itself, which is subtracted. If *k* of the *N* are
+merged, 1 - *k* / *N* is.
+
 If the gain would be negative, :math:`\mu` is 0. It falls at once, and rises by a tenth of the gap per update. Each
 tensor of the module has a factor of its own; one whose scalars lie on two servers has two.
 
 References:
     Y. Nesterov, 1983, as I. Sutskever et al. write it, "On the importance of initialization and momentum in deep
-    learning", ICML 2013. The cap is not from a published paper.
+    learning", ICML 2013. I. Mitliagkas, C. Zhang, S. Hadjis, C. Re, "Asynchrony begets Momentum, with an Application to
+    Deep Learning", 2016 (arXiv 1605.09774), theorem 3, for the momentum of a delay. The cap is not from a published
+    paper.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm
+from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import at_least, between
 
@@ -74,15 +80,15 @@ class Alignment:
         return 1 + factor + factor**2 * self.along
 
 
-def capped_factor(alignment: Alignment | None, before: float) -> float:
-    """The factor of the momentum for an update, whose predecessor's was ``before``."""
+def capped_factor(alignment: Alignment | None, before: float, most: float = MOST) -> float:
+    """The factor of the momentum for an update, whose predecessor's was ``before``; at most ``most``."""
     if alignment is None:
-        return min(before, MOST)
+        return min(before, most)
     along, across = alignment.along, alignment.across
     if not math.isfinite(along * across):
         return 0.0
-    cap = (math.sqrt(1 + 4 * along * MOST) - 1) / (2 * along) if along > _NEAR_0 else MOST
-    cap = min(cap, MOST, across**-0.5 if across > _NEAR_0 else MOST)
+    cap = (math.sqrt(1 + 4 * along * most) - 1) / (2 * along) if along > _NEAR_0 else most
+    cap = min(cap, most, across**-0.5 if across > _NEAR_0 else most)
     if alignment.gain(cap) < 0:  # the momentum would turn the update back
         return 0.0
     return min(cap, before + _RISE * (cap - before))
@@ -128,11 +134,13 @@ class OuterMomentum(Algorithm):
         if self.momentum != CAPPED:
             slots["factor"].fill_(self.momentum)
 
-    def next_factor(self, slots: dict[str, Any], update: Tensor) -> float:
+    def next_factor(self, slots: dict[str, Any], update: Tensor, push: Push) -> float:
         """The factor of the momentum for an update."""
         alignment = Alignment.of(slots["momentum"], update)
         if self.momentum == CAPPED:
-            slots["factor"].fill_(capped_factor(alignment, float(slots["factor"])))
+            of_the_delay = 1 - min(push.count / max(push.live, 1), 1.0)
+            most = max(MOST - of_the_delay, 0.0)
+            slots["factor"].fill_(capped_factor(alignment, float(slots["factor"]), most))
         factor = float(slots["factor"])
         slots["gain"].fill_(0.0 if alignment is None else alignment.gain(factor))
         return factor
@@ -142,8 +150,8 @@ class OuterMomentum(Algorithm):
         gain = float(slots["gain"])
         return gain if gain and math.isfinite(gain) else None
 
-    def step(self, weights: Tensor, update: Tensor, slots: dict[str, Any]) -> None:
+    def step(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """Take a Nesterov step; ``update`` is -D, and is overwritten."""
-        factor = self.next_factor(slots, update)
+        factor = self.next_factor(slots, update, push)
         momentum = slots["momentum"].mul_(factor).add_(update)
         weights.add_(update.add_(momentum, alpha=factor), alpha=self.lr)
