@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression.vector_code import Compression
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.compression.vector_code import Compression, check_lengths
+from lightning_asgd.errors import ConfigurationError, ProtocolError
 from lightning_asgd.validation import between, whole
 
 __all__ = ["Cast", "Int8", "TopK"]
@@ -54,6 +54,7 @@ class Cast(Compression):
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
+        check_lengths(self, coded, [len(out)])
         out.copy_(coded[0])
 
 
@@ -97,6 +98,7 @@ class Int8(Compression):
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
+        check_lengths(self, coded, [len(out), -(-len(out) // self.block)])
         rounded, scales = coded
         parts = [b for b in self._blocks(rounded) if b.numel()]
         outs = [b for b in self._blocks(out) if b.numel()]
@@ -150,6 +152,9 @@ class TopK(Compression):
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
+        check_lengths(self, coded, [min(coded[0].numel(), len(out))] * 2)
         places, values = coded
+        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < len(out)):
+            raise ProtocolError(f"{self} was received with places outside of a vector of {len(out)} values.")
         out.zero_()
         out[places.long()] = values.to(out.dtype)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.codec_streams import Updates
-from lightning_asgd.compression import Cast, Compression, Float4, Int2, Int8, Sign, TopTiles, find_compression
+from lightning_asgd.compression import Cast, Compression, Float4, Int2, Int8, Sign, TopK, TopTiles, find_compression
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
@@ -126,13 +126,21 @@ def test_tiles_decode_to_their_places() -> None:
     assert result[[8192, 12287]].tolist() == [-3.0, 3.0]
 
 
-@pytest.mark.parametrize("code", [Float4(), Int2(), Sign(), TopTiles()], ids=repr)
+@pytest.mark.parametrize("code", [Float4(), Int2(), Sign(), TopTiles(), Cast(), Int8(), TopK()], ids=repr)
 def test_what_a_peer_sends_in_another_length_is_refused(code: Compression) -> None:
     coded = code.encode(vector(9000))
     for wrong in range(len(coded)):
         for part in (coded[wrong][:-1], coded[wrong].repeat(2, *[1] * (coded[wrong].dim() - 1))):
             with pytest.raises(ProtocolError, match=r"was received as vectors of shapes .* Expected lengths"):
                 code.decode((*coded[:wrong], part, *coded[wrong + 1 :]), torch.empty(9000))
+
+
+def test_places_outside_of_the_vector_are_refused() -> None:
+    places, values = TopK().encode(vector(9000))
+    for outside in (-1, 9000):
+        places[3] = outside
+        with pytest.raises(ProtocolError, match="places outside of a vector of 9000"):
+            TopK().decode((places, values), torch.empty(9000))
 
 
 def test_names_and_what_goes_with_what() -> None:
