@@ -58,7 +58,7 @@ ADAMS = (
 )
 CAPPED = f"{ADAMS} An outer rate of 0.7 with capped momentum lengthens the mean by a third at most."
 OUTER = (
-    "The outer momentum is made for an adaptive optimizer inside. After SGD with momentum it repeats what momentum has "
+    "These outer settings are for an adaptive optimizer inside. After SGD with momentum they repeat what momentum has "
     "repeated already."
 )
 SPARSE = "A push carries 3 % of the values. In runs this short each value is sent only a few times."
@@ -111,11 +111,12 @@ RULES = (
     Rule(DDP, other_order=True),
     Rule(LOCAL, excused={"text": ADAMS}),
     Rule(ASGD, excused={"text": ADAMS}),
-    Rule("DiLoCo", excused={**images(OUTER), "text": CAPPED}),
-    Rule("DiLoCo", options={"lr": 1.0, "momentum": 0.7}, excused=images(OUTER)),
-    Rule("StreamingDiLoCo", excused={**images(OUTER), "text": CAPPED}),
-    Rule("DelayedNesterov", excused={**images(OUTER), "text": CAPPED}),
-    Rule("DecoupledDiLoCo", excused=images(OUTER)),
+    Rule("DiLoCo", excused={"text": CAPPED}),
+    # For text, the best of three settings on seed 1: losses 1.960, and 2.000 with 0.9 and 0.5, 1.993 with 1.0 and 0.7.
+    Rule("DiLoCo", options={"lr": 0.9, "momentum": 0.7}, excused=images(OUTER)),
+    Rule("StreamingDiLoCo", excused={"text": CAPPED}),
+    Rule("DelayedNesterov", excused={"text": CAPPED}),
+    Rule("DecoupledDiLoCo"),
     Rule("SparseLoCo", excused={**images(SPARSE), "text": SPARSE}),
     Rule("SparseLoCo", 30, excused={**images(SPARSE), "text": SPARSE}),
 )
