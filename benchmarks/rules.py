@@ -257,8 +257,10 @@ def draw(found: Found, rules: Sequence[Rule], sets: Sequence[str], file: Path) -
     figure, axes = plt.subplots(1, len(sets), figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis, name in zip(axes[0], sets, strict=True):
         values = [v if math.isfinite(v) else 10.0 for r in rules for v in ratios(found, name, str(r), DDP)]
-        axis.set_xlim(0.97 * min(values, default=1.0), 1.03 * max(values, default=1.0))
-        logarithmic(axis, "x")
+        low, high = min(values, default=1.0), max(values, default=1.0)
+        axis.set_xlim(0.97 * low, 1.03 * high)
+        if high > 1.5 * low:
+            logarithmic(axis, "x")
         axis.axvspan(1 - LIMIT, 1 + LIMIT, color=PAPER["rest"])
         for place, rule in enumerate(rules):
             mine = ratios(found, name, str(rule), DDP)
@@ -268,7 +270,7 @@ def draw(found: Found, rules: Sequence[Rule], sets: Sequence[str], file: Path) -
                 axis.plot([statistics.median(mine)], [place], "|", color=colour, markersize=14, markeredgewidth=2)
         axis.set(title=SETS[name].name, xlabel="loss / DDP's")
     axes[0][0].set_yticks(range(len(rules)), [str(rule) for rule in rules])
-    axes[0][0].invert_yaxis()
+    axes[0][0].set_ylim(len(rules) - 0.5, -0.5)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
     plt.close(figure)
