@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -81,6 +81,12 @@ algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, fo
 
 rounds: $(VENV)/.installed-examples ## rounds of outer momentum under faults, and with a changing number of workers: ten minutes
 	@$(RUN) benchmarks/outer_rounds.py
+
+rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD on three sets: 45 minutes; continues where it was interrupted; ONLY=
+	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture docs/images/rules.png
+
+codes: $(VENV)/.installed-examples ## codes of exchanges: speed, loss, bytes, slow links (as root): 25 minutes; ONLY=
+	@$(RUN) benchmarks/codes.py $(if $(ONLY),--only $(ONLY))
 
 programs: $(VENV)/.installed-examples ## other people's libraries and data sets beside one process and DDP; ONLY=<name>, PAGE=1
 	@$(RUN) -m benchmarks.programs $(if $(ONLY),--only '$(ONLY)') $(if $(PAGE),--page)

@@ -317,7 +317,7 @@ def show(name: str, scenario: Scenario, runs: dict[str, list[dict[str, Any]]], g
 def codes(seeds: int, epochs: int) -> bool:
     """Accuracy and traffic with every compression, beside none; what sync points send in full is the same in all."""
     scenario = Scenario("compression", mbit=1000, limit_s=300.0)
-    names = [None, "bf16", "fp16", "int8", "topk"]
+    names = [None, "bf16", "fp16", "int8", "4bit", "2bit", "1bit", "topk"]
     results: dict[str, list[dict[str, Any]]] = {str(name): [] for name in names}
     with two_machines(scenario.mbit) as network:
         for seed in range(seeds):
