@@ -49,6 +49,7 @@ class InitShard(Request):
     fragment: int = 0  # number of the part of the module that the shard holds its share of
     compression: Any = None  # code of what is sent by value (`Compression`); None for none
     in_parts: bool = False  # whether the processes of an island have brought the initial values: see `InitPart`
+    restorable: bool = True  # whether this worker can bring the weights to a replacement, if the server is lost
 
 
 @dataclass(frozen=True)

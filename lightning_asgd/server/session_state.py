@@ -46,6 +46,7 @@ class SessionState:
     buffers: Buffers = field(default_factory=Buffers)
     islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
+    restorable: bool = True  # whether its workers can bring a replacement what this server has
     _listed: tuple[tuple[int, int], Ranks, Ranks] | None = None  # see :meth:`_present`
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class SessionState:
         """Whether workers hold all that is needed to replace this server."""
         holding = self.have_weights & (self.members.living | self.members.expected_back)
         whole = all(shard.algorithm.leaves_weights for shard in self.shards.values())
-        return bool(holding and self.shards) and whole and not self.buffers.compressed
+        return bool(holding and self.shards) and whole and self.restorable
 
     @property
     def samples(self) -> list[tuple[int, tuple[Tensor, ...]]]:
@@ -110,6 +111,7 @@ class SessionState:
                 f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
                 "the same arguments of ASGDStrategy on every worker."
             )
+        self.restorable &= message.restorable
         weights = message.weights
         self.islands.enter(message.worker, message.fragment, shard.groups)
         if message.in_parts:

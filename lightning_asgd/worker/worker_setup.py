@@ -162,7 +162,7 @@ def _fill(
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
     replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
-    shards = ShardClient(client, number)
+    shards = ShardClient(client, number, restorable=remembers)
     seen = shards.initialise(
         part,
         algorithm,

@@ -652,6 +652,15 @@ def test_a_server_in_a_lost_one_s_place_can_be_replaced_until_it_was_told_what_t
     assert not Service().replaceable
 
 
+def test_a_server_whose_workers_could_not_restore_it_is_not_to_be_replaced() -> None:
+    """Such as one whose worker compresses what it sends, or may do so."""
+    s = Service()
+    s.handle(Join("s", 0, 1))
+    s.handle(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),), restorable=False))
+    s.handle(push(1, 1.0))
+    assert not s.replaceable
+
+
 def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_back() -> None:
     """They may be cut off, and its door be shut when the cable is back: nobody would ever reach it again."""
     clock = Clock()
