@@ -33,6 +33,7 @@ from lightning_asgd.protocol import (
     LeaseGrant,
     LeaseRequest,
     Leave,
+    LinkProbe,
     OpenEpoch,
     RankHeld,
     ReplayDone,
@@ -53,6 +54,7 @@ from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard_copy import complete
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import RecoveryPhase
+from lightning_asgd.server.update_buffers import probed
 
 __all__ = ["Service"]
 
@@ -93,6 +95,7 @@ class Service:
             OpenEpoch: self._open_epoch,
             LeaseRequest: self._lease,
             Leave: self._leave,
+            LinkProbe: lambda message: self._current(message.session) and probed(message),
             DisconnectWatch: lambda message: self._current(message.session) and self._pending.add(message),
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
@@ -239,9 +242,7 @@ class Service:
         session.have_weights.add(message.worker)
         if self.state.recovery.phase.lost and whole is None:
             return self._pending.add(message)
-        shard = session.shards.get(message.fragment)
-        if shard is None:
-            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
+        shard = session.shard_of(message)
         begun, lasting = self._clock(), shard.keeps_buffers
         update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=lasting)
         due = shard.exchange(message, update)
@@ -445,6 +446,5 @@ class Service:
             elif not isinstance(request, Attach):
                 self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
         if self.session is not None:
-            self.session.buffers.clear()
-            self.session.islands.clear()
+            self.session.close()
         self.state.session = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.protocol import (
     Epoch,
+    Exchange,
     Heartbeat,
     HeartbeatReply,
     InitShard,
@@ -120,11 +121,19 @@ class SessionState:
             shard.initialise(weights, message.version)
         return self.buffers.open(message)
 
-    def shard_state(self, message: ShardState) -> Any:
-        """Return what a checkpoint holds of a shard, or restore it from that."""
+    def shard_of(self, message: Exchange | ShardState) -> Shard:
+        """The shard that a message is about."""
         shard = self.shards.get(message.fragment)
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
+            raise ProtocolError(
+                f"Worker {message.worker} sent its {type(message).__name__} before the shard was set up. Expected an "
+                "InitShard first."
+            )
+        return shard
+
+    def shard_state(self, message: ShardState) -> Any:
+        """Return what a checkpoint holds of a shard, or restore it from that."""
+        shard = self.shard_of(message)
         try:
             return shard.state() if message.state is None else shard.restore(message.state)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -165,6 +174,11 @@ class SessionState:
             self.have_weights.discard(worker)
         self.buffers.forget(worker)
         self.islands.forget(worker)
+
+    def close(self) -> None:
+        """Release the memory of its exchanges."""
+        self.buffers.clear()
+        self.islands.clear()
 
     def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
         """What is to be written down of the session, once the copies that are returned too are done."""

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
 from lightning_asgd.layout import Groups, check_form, dtype_from_name
-from lightning_asgd.protocol import Exchange, InitShard, Reply
+from lightning_asgd.protocol import Exchange, InitShard, LinkProbe, LinkProbed, Reply
 from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.shared_memory import SharedBlock, attach
+from lightning_asgd.transports.shared_memory import SharedBlock, attach, host_identity
 
-__all__ = ["Buffers"]
+__all__ = ["Buffers", "probed"]
 
 
 class Buffers:
@@ -126,3 +126,8 @@ class Buffers:
         if before is not None and before != worker and (before, fragment) in self._blocks:
             self._blocks[before, fragment].unmap()
         self._mapped[fragment] = worker
+
+
+def probed(message: LinkProbe) -> LinkProbed:
+    """The answer by which a worker sees whether this server can map its memory, and how fast the link is."""
+    return LinkProbed(host_identity(), message.payload if message.echo else None)

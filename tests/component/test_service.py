@@ -285,7 +285,8 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
     s = Service()
     s.handle(Join("s", 0, 1))
     error, text = failure(s.handle(push(1, 1.0)))
-    assert (error, text) == ("ProtocolError", "Worker 0 exchanged before the shard was set up.")
+    assert error == "ProtocolError"
+    assert text == "Worker 0 sent its Exchange before the shard was set up. Expected an InitShard first."
 
 
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
