@@ -99,8 +99,8 @@ TOOLS = {
 # 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
 # 590 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
 # 630 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
-# 250 of the core are the choice of a code by what the link and the codes take.
-LINES = {"core": 34_985, "engines": 1_097, "tools": 9_700}
+# 250 of the core and 5 of the tools are the choice of a code by what the link and the codes take.
+LINES = {"core": 34_985, "engines": 1_097, "tools": 9_705}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 
