@@ -67,7 +67,7 @@ class ExchangeConfig:
     """Steps a worker takes alone while an exchange is in flight before it waits for the reply."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
-    """Code of what goes over the network."""
+    """Code of what goes over the network; an ``Auto`` where each worker chooses its own."""
     snapshot_every_s: float = 60.0
     """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
     offload: bool = False
@@ -88,7 +88,8 @@ class ExchangeConfig:
         """Whether the workers hold the weights that a server has, so that a lost server can be restored from them.
 
         Aggregated pushes are in no worker's weights yet. If workers push more often than they fetch, the latest pushes
-        are in no reply. And compressed weights are not the servers' exact weights.
+        are in no reply. And compressed weights are not the servers' exact weights. Where each worker chooses its code,
+        this has to be known before: they count as compressed.
         """
         exact = self.nfetch == self.npush and self.compression is None
         return exact and self.algorithm.leaves_weights
@@ -120,7 +121,7 @@ class ExchangeConfig:
             overlap: see the attribute; None means what the algorithm does by itself.
             max_offline_steps: see the attribute.
             timeouts: None means the defaults.
-            compression: a compression or its name; None for none.
+            compression: a compression or its name, or "auto"; None for none.
             snapshot_every_s: see the attribute.
             offload: see the attribute.
 

@@ -100,7 +100,8 @@ TOOLS = {
 # 590 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
 # 630 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
 # 545 of the core are rules that are called tensor by tensor, Decoupled DiLoCo with its quorum, RDA, and the gain.
-LINES = {"core": 35_280, "engines": 1_097, "tools": 9_710}
+# 250 of the core and 5 of the tools are the choice of a code by what the link and the codes take.
+LINES = {"core": 35_545, "engines": 1_097, "tools": 9_715}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

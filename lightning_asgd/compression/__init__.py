@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.compression.codes import Cast, Int8, TopK
 from lightning_asgd.compression.low_bits import Float4, Int2, Sign
 from lightning_asgd.compression.tiles import TopTiles
@@ -20,6 +21,7 @@ _NAMED: dict[str, Compression] = {
     "2bit": Int2(),
     "1bit": Sign(),
     "topk": TopK(),
+    "auto": Auto(),
 }
 
 

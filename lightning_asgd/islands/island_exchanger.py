@@ -26,7 +26,7 @@ class IslandShards(ShardClient):
     """Has every process of the island send its part of an exchange, and sends the exchange itself."""
 
     def __init__(self, client: SessionClient, part: PartExchange) -> None:
-        super().__init__(client, part.fragment)
+        super().__init__(client, part.fragment, restorable=part.replica.remembers)
         self._part = part
         self._exchanges = 0
 

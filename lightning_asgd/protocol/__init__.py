@@ -10,6 +10,7 @@ from lightning_asgd.protocol import (
     collective_messages,
     island_messages,
     lease_messages,
+    link_messages,
     metric_messages,
     recovery_messages,
     session_messages,
@@ -18,6 +19,7 @@ from lightning_asgd.protocol import (
 from lightning_asgd.protocol.collective_messages import *
 from lightning_asgd.protocol.island_messages import *
 from lightning_asgd.protocol.lease_messages import *
+from lightning_asgd.protocol.link_messages import *
 from lightning_asgd.protocol.metric_messages import *
 from lightning_asgd.protocol.recovery_messages import *
 from lightning_asgd.protocol.request import Request
@@ -28,6 +30,7 @@ __all__ = ["Request"]
 __all__ += collective_messages.__all__
 __all__ += island_messages.__all__
 __all__ += lease_messages.__all__
+__all__ += link_messages.__all__
 __all__ += metric_messages.__all__
 __all__ += recovery_messages.__all__
 __all__ += session_messages.__all__

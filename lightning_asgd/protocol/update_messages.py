@@ -51,6 +51,7 @@ class InitShard(Request):
     # Per group, the name of each tensor and the number of its scalars in this shard; none if no rule asks for them.
     tensors: tuple[tuple[tuple[str, int], ...], ...] = ()
     in_parts: bool = False  # whether the processes of an island have brought the initial values: see `InitPart`
+    restorable: bool = True  # whether this worker can bring the weights to a replacement, if the server is lost
 
 
 @dataclass(frozen=True)

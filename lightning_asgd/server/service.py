@@ -33,6 +33,7 @@ from lightning_asgd.protocol import (
     LeaseGrant,
     LeaseRequest,
     Leave,
+    LinkProbe,
     OpenEpoch,
     RankHeld,
     ReplayDone,
@@ -93,6 +94,7 @@ class Service:
             OpenEpoch: self._open_epoch,
             LeaseRequest: self._lease,
             Leave: self._leave,
+            LinkProbe: lambda message: self._current(message.session).probed(message),
             DisconnectWatch: lambda message: self._current(message.session) and self._pending.add(message),
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
@@ -239,11 +241,10 @@ class Service:
         session.have_weights.add(message.worker)
         if self.state.recovery.phase.lost and whole is None:
             return self._pending.add(message)
-        shard = session.shards.get(message.fragment)
+        shard, begun = session.shards.get(message.fragment), self._clock()
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up.")
-        begun, lasting = self._clock(), shard.keeps_buffers
-        update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=lasting)
+            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up. Expected an InitShard first.")
+        update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
         due = shard.exchange(message, update, begun)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
@@ -445,6 +446,5 @@ class Service:
             elif not isinstance(request, Attach):
                 self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
         if self.session is not None:
-            self.session.buffers.clear()
-            self.session.islands.clear()
+            self.session.close()
         self.state.session = None

@@ -16,6 +16,8 @@ from lightning_asgd.protocol import (
     InitShard,
     Join,
     Joined,
+    LinkProbe,
+    LinkProbed,
     Ranks,
     ReplicaState,
     ShardState,
@@ -31,6 +33,7 @@ from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.server.snapshot_store import Snapshot
 from lightning_asgd.server.state_recovery import StateRecovery
 from lightning_asgd.server.update_buffers import Buffers
+from lightning_asgd.transports.shared_memory import host_identity
 
 __all__ = ["SessionState"]
 
@@ -46,6 +49,7 @@ class SessionState:
     buffers: Buffers = field(default_factory=Buffers)
     islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
+    restorable: bool = True  # whether its workers can bring a replacement what this server has
     _listed: tuple[tuple[int, int], Ranks, Ranks] | None = None  # see :meth:`_present`
 
     def __post_init__(self) -> None:
@@ -61,7 +65,7 @@ class SessionState:
         """Whether workers hold all that is needed to replace this server."""
         holding = self.have_weights & (self.members.living | self.members.expected_back)
         whole = all(shard.algorithm.leaves_weights for shard in self.shards.values())
-        return bool(holding and self.shards) and whole and not self.buffers.compressed
+        return bool(holding and self.shards) and whole and self.restorable
 
     @property
     def samples(self) -> list[tuple[int, tuple[Tensor, ...]]]:
@@ -110,6 +114,7 @@ class SessionState:
                 f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
                 "the same arguments of ASGDStrategy on every worker."
             )
+        self.restorable &= message.restorable
         weights = message.weights
         self.islands.enter(message.worker, message.fragment, shard.groups)
         if message.in_parts:
@@ -117,6 +122,10 @@ class SessionState:
         if weights is not None:
             shard.initialise(weights, message.version)
         return self.buffers.open(message)
+
+    def probed(self, message: LinkProbe) -> LinkProbed:
+        """The answer by which a worker sees whether this server can map its memory, and how fast the link is."""
+        return LinkProbed(host_identity(), message.payload if message.echo else None)
 
     def shard_state(self, message: ShardState) -> Any:
         """Return what a checkpoint holds of a shard, or restore it from that."""
@@ -170,6 +179,11 @@ class SessionState:
             self.have_weights.discard(worker)
         self.buffers.forget(worker)
         self.islands.forget(worker)
+
+    def close(self) -> None:
+        """Release the memory of its exchanges."""
+        self.buffers.clear()
+        self.islands.clear()
 
     def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
         """What is to be written down of the session, once the copies that are returned too are done."""

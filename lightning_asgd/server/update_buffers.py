@@ -27,11 +27,6 @@ class Buffers:
         self._scratch: dict[int, tuple[Tensor, ...]] = {}  # by fragment
         self._fragments: set[int] = set()
 
-    @property
-    def compressed(self) -> bool:
-        """Whether some workers' updates are."""
-        return bool(self._codes)
-
     def open(self, message: InitShard) -> bool:
         """Prepare for a worker's exchanges of a fragment; returns whether they can pass through its shared memory."""
         key, groups = (message.worker, message.fragment), message.groups

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_asgd.algorithms.base import Payload, Run
+from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.optim import share_posterior
@@ -113,7 +114,13 @@ class Simulation:
         at_least("silence_s", self.silence_s, 0, above=True, finite=True)
         self._check_faults()
         self._speeds()
-        algorithm = self._config().algorithm
+        config = self._config()
+        algorithm = config.algorithm
+        if isinstance(config.compression, Auto):
+            raise ConfigurationError(
+                f"exchange={self.exchange!r} asks for the fastest code, and a simulation has no real links to measure. "
+                "Expected compression=None, or a code by its name, such as compression='int8'."
+            )
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
             raise ConfigurationError(
                 f"algorithm={algorithm!r} does not exchange weights every nsync steps. Expected one that does, such as "

@@ -42,10 +42,11 @@ class InFlight:
 class ShardClient:
     """See the module's docstring."""
 
-    def __init__(self, client: SessionClient, fragment: int = 0) -> None:
+    def __init__(self, client: SessionClient, fragment: int = 0, *, restorable: bool = True) -> None:
         self.client = client
         self.connection = client.connection
         self.fragment = fragment
+        self._restorable = restorable
         self.latest: list[Exchange] = []  # the messages of the latest exchange, per server
         self._allocations: list[InitShard] = []
         self._shard_nbytes: list[int] = []
@@ -75,9 +76,9 @@ class ShardClient:
             first = None if weights is None else weights[s]
             version = 0 if versions is None else versions[s]
             about = self.fragment, compression
-            messages.append(InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about))
-        if algorithm.knows_tensors:
-            messages = [replace(message, tensors=layout.named(s)) for s, message in enumerate(messages)]
+            message = InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about)
+            named = layout.named(s) if algorithm.knows_tensors else ()
+            messages.append(replace(message, tensors=named, restorable=self._restorable))
         self._allocations = [replace(message, weights=None, version=0) for message in messages]
         messages = [replace(message, in_parts=in_parts) for message in messages]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.

@@ -14,6 +14,8 @@ from torch.nn import Module
 from lightning_asgd.algorithms import Hogwild, LayerWise
 from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.codec_streams import is_coded
+from lightning_asgd.compression import Compression
+from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.layout import Layout, Role, build_layout
@@ -23,6 +25,7 @@ from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients
+from lightning_asgd.worker.link_probe import measured_code
 from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.replica import Replica, places_of
 from lightning_asgd.worker.replica_kinds import replica_for
@@ -97,11 +100,14 @@ def set_up(
             one_machine=_on_one_machine(collectives),
         )
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers)
+    code = config.compression
+    if isinstance(code, Auto):
+        code = measured_code(client.connection, parts[0])
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
         about = start if start.fill is not None else replace(start, fill=collectives.rank == chief)
-        filled = [_fill(client, module, config, about, part, number) for number, part in enumerate(parts)]
+        filled = [_fill(client, module, config, code, about, part, number) for number, part in enumerate(parts)]
         collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
     exchanger.constants = digest
@@ -151,7 +157,13 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
 
 
 def _fill(
-    client: SessionClient, module: Module, config: ExchangeConfig, start: Start, part: Layout, number: int
+    client: SessionClient,
+    module: Module,
+    config: ExchangeConfig,
+    code: Compression | None,
+    start: Start,
+    part: Layout,
+    number: int,
 ) -> tuple[ShardClient, Replica]:
     """Allocate one fragment's shards, and fill them if this worker brings the weights."""
     algorithm, connection = config.algorithm, client.connection
@@ -162,14 +174,14 @@ def _fill(
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
     replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
-    shards = ShardClient(client, number)
+    shards = ShardClient(client, number, restorable=remembers)
     seen = shards.initialise(
         part,
         algorithm,
         [block.ref if block is not None else None for block in blocks],
         weights=replica.weights() if start.fill else None,
         versions=start.versions if start.fill else None,
-        compression=config.compression,
+        compression=code,
     )
     for server, sees in enumerate(seen):
         if not sees:

@@ -1164,6 +1164,28 @@ def test_workers_near_and_far_take_the_same_bits_at_sync_points(compression: str
     assert sent < 4 * 999 / 1.9
 
 
+def test_workers_with_different_codes_take_the_same_bits_at_sync_points() -> None:
+    """With "auto" each chooses its own."""
+    codes, generator = [None, None, "bf16", "int8", "4bit"], torch.Generator().manual_seed(0)
+    cluster = Cluster(2, len(codes))
+    workers = [
+        Worker(cluster, rank, [1.0] * 999, nsync=2, compression=code, shared=CAN_SHARE and rank == 0)
+        for rank, code in enumerate(codes)
+    ]
+    for _ in range(3):
+        for worker in workers:
+            for _ in range(3):
+                worker.step(0.1 * torch.randn(999, generator=generator))
+        for worker in workers:
+            run(worker.exchanger.flush())
+        for worker in workers:
+            run(worker.exchanger.fetch())
+        for worker in workers[1:]:
+            assert torch.equal(worker.w, workers[0].w)
+        for worker in workers:
+            run(worker.exchanger.begin())
+
+
 @pytest.mark.parametrize("compression", CODES)
 def test_a_refused_update_leaves_nothing_behind(compression: str) -> None:
     worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, compression=compression)

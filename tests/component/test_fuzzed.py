@@ -25,6 +25,7 @@ from lightning_asgd.protocol import (
     LeaseHoldings,
     LeaseRequest,
     Leave,
+    LinkProbe,
     OpenEpoch,
     Policy,
     ReplayDone,
@@ -64,6 +65,7 @@ def every_message() -> list[Request]:
         StateReport(*about, (), 0),
         Samples(*about),
         ShardState(*about),
+        LinkProbe(*about, torch.ones(2), echo=True),
         Leave(*about, "it is broken"),
         Join(*about, 2, Policy(10.0), again=True),
     ]

@@ -285,7 +285,8 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
     s = Service()
     s.handle(Join("s", 0, 1))
     error, text = failure(s.handle(push(1, 1.0)))
-    assert (error, text) == ("ProtocolError", "Worker 0 exchanged before the shard was set up.")
+    assert error == "ProtocolError"
+    assert text == "Worker 0 exchanged before the shard was set up. Expected an InitShard first."
 
 
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
@@ -650,6 +651,15 @@ def test_a_server_in_a_lost_one_s_place_can_be_replaced_until_it_was_told_what_t
     """Nothing would be lost with it, and nobody can come to one whose door is shut."""
     assert Service(succeeds=True).replaceable
     assert not Service().replaceable
+
+
+def test_a_server_whose_workers_could_not_restore_it_is_not_to_be_replaced() -> None:
+    """Such as one whose worker compresses what it sends, or may do so."""
+    s = Service()
+    s.handle(Join("s", 0, 1))
+    s.handle(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),), restorable=False))
+    s.handle(push(1, 1.0))
+    assert not s.replaceable
 
 
 def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_back() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,24 @@ def test_all_ranks_hold_the_same_bits_at_every_sync_point(tmp_path: Path, monkey
     assert min(zero[-1]["stats"]["pushes"], one[-1]["stats"]["pushes"]) >= 4
     assert strategy.stats.pushes == zero[-1]["stats"]["pushes"]
     assert list(scratch.iterdir()) == []  # no temporary file or folder is left
+
+
+def test_on_one_machine_every_worker_chooses_no_code(tmp_path: Path) -> None:
+    log, lines = logging.getLogger("lightning_asgd"), logging.FileHandler(tmp_path / "log")
+    level, strategy = log.level, ASGDStrategy(nsync=2, start_method="fork", compression="auto")
+    log.addHandler(lines)
+    log.setLevel(logging.INFO)
+    try:
+        trainer(tmp_path, strategy, callbacks=[Recorder(tmp_path)]).fit(Regression(), loader())
+    finally:
+        log.setLevel(level)
+        log.removeHandler(lines)
+        lines.close()
+    assert (tmp_path / "log").read_text().count(": no code, since all servers are on its machine.") == 2
+    assert all(record.shared for record in strategy.stats.records)
+    zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
+    assert [r["digest"] for r in zero] == [r["digest"] for r in one]
+    assert strategy.settings["compression"] == "auto"
 
 
 def test_ranks_with_different_initial_weights_start_from_those_of_rank_zero(tmp_path: Path) -> None:

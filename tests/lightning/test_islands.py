@@ -300,13 +300,17 @@ def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "compression='bf16' was given with island="),
-        ({"server": "h:1", "run_id": "r"}, "compression='bf16' was given with island="),
+        ({"compression": "bf16"}, "compression='bf16' was given with island="),
+        ({"compression": "auto"}, "compression='auto' was given with island="),
+        (
+            {"compression": "bf16", "server": "h:1", "run_id": "r"},
+            "compression='bf16' was given with island=",
+        ),
     ],
 )
 def test_what_an_island_cannot_do_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        ASGDStrategy(island="ddp", compression="bf16", **options)
+        ASGDStrategy(island="ddp", **options)
 
 
 class Sharded(IterableDataset[torch.Tensor]):

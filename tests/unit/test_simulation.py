@@ -554,6 +554,10 @@ def test_workers_that_wait_for_ever_are_named() -> None:
         (lambda: Simulation(problem=CLEAN, exchange={"nsink": 3}), "nsink"),
         (lambda: Simulation(problem=CLEAN, exchange={"nsync": 0}), "nsync=0"),
         (lambda: Simulation(problem=CLEAN, exchange={"algorithm": "nonsense"}), "nonsense"),
+        (
+            lambda: Simulation(problem=CLEAN, exchange={"compression": "auto"}),
+            "auto.*Expected compression=None, or",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(make: Callable[[], Any], text: str) -> None:

@@ -1,0 +1,59 @@
+"""``compression="auto"``: which code makes exchanges the shortest. Pure; ``worker/link_probe.py`` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_asgd.compression.vector_code import Compression
+
+__all__ = ["NO_CODE", "Auto", "CodeCost", "LinkSpeed", "choose_code", "expected_s"]
+
+_MOST = 0.9  # of the time with a code that loses less: a code that loses more has to be faster than that
+
+
+@dataclass(frozen=True, repr=False)
+class Auto(Compression):
+    """Stands for the code that each worker chooses when it sets up."""
+
+    def __repr__(self) -> str:
+        return "auto"  # as users write it
+
+
+class LinkSpeed(NamedTuple):
+    """The link between a worker and a server."""
+
+    latency_s: float  # of a small message and its answer
+    up: float  # bytes per second to the server
+    down: float  # and back
+
+
+class CodeCost(NamedTuple):
+    """What a code costs per value that is exchanged."""
+
+    name: str  # of the code
+    seconds: float  # of coding and decoding at both ends
+    up: float  # bytes to the server
+    down: float  # and back
+
+
+NO_CODE = CodeCost("no code", 0.0, 4.0, 4.0)
+"""Values of 32 bits as they are."""
+
+
+def expected_s(cost: CodeCost, link: LinkSpeed, values: int) -> float:
+    """Seconds of an exchange of this number of values."""
+    return link.latency_s + values * (cost.seconds + cost.up / link.up + cost.down / link.down)
+
+
+def choose_code(costs: Sequence[CodeCost], link: LinkSpeed, values: int) -> CodeCost:
+    """The code to use. Codes are given in order, first the one that loses least.
+
+    A code that loses more is chosen only if it saves a tenth of the time.
+    """
+    best = costs[0]
+    for cost in costs[1:]:
+        if expected_s(cost, link, values) < _MOST * expected_s(best, link, values):
+            best = cost
+    return best
