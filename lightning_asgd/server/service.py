@@ -243,7 +243,7 @@ class Service:
             return self._pending.add(message)
         shard, begun = session.shards.get(message.fragment), self._clock()
         if shard is None:
-            raise ProtocolError(f"Worker {message.worker} exchanged before the shard was set up. Expected an InitShard first.")
+            raise ProtocolError(f"Worker {message.worker} exchanged before its InitShard. Expected that first.")
         update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
         due = shard.exchange(message, update, begun)
         if message.push:

@@ -286,7 +286,7 @@ def test_an_exchange_before_the_shard_is_laid_out_says_so() -> None:
     s.handle(Join("s", 0, 1))
     error, text = failure(s.handle(push(1, 1.0)))
     assert error == "ProtocolError"
-    assert text == "Worker 0 exchanged before the shard was set up. Expected an InitShard first."
+    assert text == "Worker 0 exchanged before its InitShard. Expected that first."
 
 
 def test_an_exchange_before_the_shard_has_weights_says_so() -> None:
