@@ -59,7 +59,7 @@ COPIES, LIMIT = 6.0, 0.01
 FP32, SPARSE = "fp32", "SparseLoCo"
 ROWS: dict[str, dict[str, Any]] = {
     FP32: {},
-    **{name: {"compression": name} for name in ("int8", "topk", "4bit", "2bit", "1bit")},
+    **{name: {"compression": name} for name in ("bf16", "fp16", "int8", "topk", "4bit", "2bit", "1bit")},
     SPARSE: {"algorithm": SparseLoCo()},
     f"{SPARSE}, nsync 30": {"algorithm": SparseLoCo(), "nsync": 30},
 }

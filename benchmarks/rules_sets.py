@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import CNN, IMAGES, PACKAGE, TESTED, read
+from accuracy import CNN, IMAGES, PACKAGE, TESTED, digest, read
 from islands_parts import PROBLEMS, SGD, Problem
 from islands_program import Task, loss_of
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["SETS", "Learner", "checksum", "measured", "missing"]
+__all__ = ["SETS", "Learner", "checksum", "measured", "missing", "version"]
 
 FASHION = 10_000  # training images
 AT_ONCE = 500  # held-out samples
@@ -42,7 +44,7 @@ def missing(name: str) -> str | None:
 
 
 class Learner(Task):
-    """A problem's network, whose learning rate falls to 0 epoch by epoch: chance then alters the last weights less.
+    """A problem's network, whose learning rate falls in equal steps with every epoch: chance then counts less.
 
     Args:
         problem: what is trained.
@@ -78,6 +80,14 @@ def measured(module: Learner, held_out: Any) -> dict[str, float]:
     return {"loss": loss / total if math.isfinite(loss) else math.inf, "accuracy": right / total}
 
 
-def checksum(module: Learner) -> float:
+def checksum(module: Learner) -> str:
     """Differs if the weights do."""
-    return sum(float(parameter.double().sum()) for parameter in module.parameters())
+    return sum(float(parameter.double().sum()) for parameter in module.parameters()).hex()
+
+
+def version(*, package: bool) -> str:
+    """Changes with what a loss depends on: torch, the files of this benchmark, and those of lightning_asgd."""
+    found = hashlib.sha256(torch.__version__.encode())
+    for name in ("rules_sets.py", "islands_parts.py", "islands_program.py", "plain_loop.py"):
+        found.update(Path(__file__).with_name(name).read_bytes())
+    return found.hexdigest()[:12] + (digest() if package else "")

@@ -33,6 +33,7 @@ SECTIONS = {
         "Mean staleness": "staleness/mean",
         "Largest staleness": "staleness/max",
         "Distance from the servers' weights": "distance",
+        "Gain of outer momentum": "outer_gain",
         "Updates refused": "updates/refused",
         "Updates repeated": "updates/repeated",
     },

@@ -130,6 +130,7 @@ class ExchangeConfig:
         """
         rule = find(algorithm, scale)
         _check_period(nsync, nfetch, npush, rule)
+        _check_rounds(nsync, overlap, rule)
         auto, restarted = nsync == "auto", nsync == "restarted"
         nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
@@ -176,6 +177,19 @@ def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
         raise ConfigurationError(
             f"nsync='restarted' was given with the algorithm {type(rule).__name__}. Expected algorithm='local_sgd': "
             "the rule holds where all workers continue from the mean of their weights."
+        )
+
+
+def _check_rounds(nsync: Any, overlap: Any, rule: Algorithm) -> None:
+    """Raise if workers that train on until a round is over are to wait, or to exchange as often as that lasts."""
+    name = type(rule).__name__
+    if rule.timed and nsync == "auto":
+        raise ConfigurationError(
+            f"nsync='auto' was given with {name}, whose replies wait for other workers. Expected a number of steps."
+        )
+    if rule.waits and not rule.lockstep and overlap is False:
+        raise ConfigurationError(
+            f"overlap=False was given with {name}. Expected True or None: its workers train on while a round lasts."
         )
 
 

@@ -99,9 +99,9 @@ TOOLS = {
 # 560 of the core and 315 of the tools are several hosts of an elastic run: leases, votes, and who is asked for what.
 # 590 of the core are servers of a job on several nodes, leases that servers know themselves, and who keeps which order.
 # 630 of the core are codes of few bits, SparseLoCo, and the cap of outer momentum.
-# 545 of the core are rules that are called tensor by tensor, Decoupled DiLoCo with its quorum, RDA, and the gain.
+# 610 of the core are rules that are called tensor by tensor, Decoupled DiLoCo with its quorum, RDA, and the gain.
 # 250 of the core and 5 of the tools are the choice of a code by what the link and the codes take.
-LINES = {"core": 35_545, "engines": 1_097, "tools": 9_715}
+LINES = {"core": 35_610, "engines": 1_097, "tools": 9_720}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -76,8 +76,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"4bit"``, ``"2bit"``, ``"1bit"``, ``"topk"``, or an object of :mod:`lightning_asgd.compression`.
             ``"auto"``: each worker measures its link and the codes when it sets up, and uses no code, ``"bf16"``,
-            ``"int8"`` or ``"4bit"``, with whichever an exchange takes the least time. At sync points 16 bits per value
-            are sent.
+            ``"int8"`` or ``"4bit"``, whichever makes an exchange shortest. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         server_machines: nodes among which the servers of a job are divided, from the first one on.
         start_method: how workers are started, as for DDP: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.

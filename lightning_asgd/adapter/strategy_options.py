@@ -82,9 +82,9 @@ class StrategyOptions(JobOptions):
                 f"algorithm={type(algorithm).__name__} was given with island={self.island!r}. Expected an algorithm "
                 "without a code of its own: the processes of an island send their parts uncompressed."
             )
-        if algorithm.merge_after is not None:
+        if algorithm.merge_after:
             raise ConfigurationError(
-                f"algorithm={algorithm!r} was given with island={self.island!r}. Expected delay=None: the processes of "
+                f"algorithm={algorithm!r} was given with island={self.island!r}. Expected delay=0: the processes of "
                 "an island merge a reply once all have their part of it."
             )
         if self.config.compression is not None:

@@ -69,7 +69,8 @@ class Push:
             mean of all that take part: 1 if all are equal.
         count: number of pushes combined into the update; their mean, by these weights, is given.
         version: of the shard, before this update.
-        scale: where pushes are aggregated, what this one will be multiplied with; of their mean, their weight together.
+        scale: where pushes are aggregated, what this one will be multiplied with; for :meth:`Transform.merge`, their
+            weight together.
         tensor: the module's name of the tensor that the update is a part of; empty for rules that are not called
             tensor by tensor.
     """
@@ -182,7 +183,8 @@ class Transform(Configurable):
     slots: ClassVar[tuple[str, ...]] = ()
     """Names of the vectors that it keeps per shard, initially zero."""
     per_tensor: ClassVar[bool] = False
-    """Whether it is called tensor by tensor, with slots for each, and changes the mean of aggregated pushes."""
+    """Whether it is called tensor by tensor, with slots for each, and changes the mean of aggregated pushes. Transforms
+    after it see what :meth:`change` has made of a push."""
     backup: ClassVar[bool] = False
     """Whether it uses ``slots["backup"]``: the weights in the latest reply to the push's worker."""
     gathers: ClassVar[bool] = False
@@ -220,6 +222,9 @@ class Transform(Configurable):
 
     def merge(self, mean: Tensor, slots: dict[str, Tensor], push: Push) -> None:
         """Change a tensor's mean of the aggregated pushes in place, before the algorithm applies it."""
+
+    def forget(self, slots: dict[str, Tensor]) -> None:
+        """Drop what it keeps of aggregated pushes, which are dropped. Only for transforms that are ``per_tensor``."""
 
     def ready(self, table: Table) -> bool:
         """Whether to apply the aggregated pushes now."""
@@ -336,9 +341,9 @@ class Algorithm(Configurable):
         return None
 
     @property
-    def merge_after(self) -> int | None:
-        """Steps between a push and the merge of its reply, which is waited for; None to merge it when it is there."""
-        return None
+    def merge_after(self) -> int:
+        """Fewest steps between a push and the merge of its reply."""
+        return 0
 
     def start(self, weights: Tensor) -> dict[str, Any]:
         """Create the state that is kept per vector beside the weights.
@@ -347,7 +352,7 @@ class Algorithm(Configurable):
             weights: first values, shape ``(n,)``; the same tensor that :meth:`apply` will be given.
 
         Returns:
-            tensors like ``weights`` by name; anything if not :attr:`chunked`.
+            tensors like ``weights`` by name; anything if :attr:`per_tensor` or not :attr:`chunked`.
         """
         return {}
 
@@ -371,9 +376,9 @@ class Algorithm(Configurable):
         """
         raise NotImplementedError
 
-    def gain(self, slots: dict[str, Any]) -> float | None:
-        """By how much momentum lengthened the latest update, along itself; None if that is not known."""
-        return None
+    def gain(self, slots: dict[str, Any]) -> float:
+        """By how much momentum lengthened the latest update, along itself; 0 if that is not known."""
+        return 0.0
 
     @property
     def leaves_weights(self) -> bool:

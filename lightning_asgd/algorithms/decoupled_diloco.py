@@ -21,8 +21,10 @@ Departures:
     Workers push after ``nsync`` steps; the paper's synchronizer asks all of them at once. So the pushes of a period may
     be merged in several rounds: each moves the weights by its share of the living workers, so that together they move
     them as far as one round of all. The paper takes a whole step per round.
-    :math:`D_i` is the change since worker *i* has taken the fragment, not its distance from the servers' present
+    :math:`D_i` is the change since worker *i* last merged the fragment, not its distance from the servers' present
     weights. A push that arrives after its round counts in the next one, and is not dropped.
+    Each server ends its rounds by itself, so a push may be in different rounds on two servers. It looks at its clock
+    four times a second: a grace period may last a quarter of a second longer.
     *K* is half of the workers by default (the paper: mostly 1), and *B* is capped: these two are ours.
 """
 
@@ -32,7 +34,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_asgd.algorithms.base import Table, Transform
-from lightning_asgd.algorithms.diloco import StreamingDiLoCo
+from lightning_asgd.algorithms.diloco import InFragments
 from lightning_asgd.algorithms.merging import RadialDirectional
 from lightning_asgd.validation import at_least, between, whole
 
@@ -85,7 +87,7 @@ class Quorum(Transform):
         if len(table.arrivals) < least:
             return False
         first, enough = table.arrivals[0], table.arrivals[least - 1]
-        speed = max(table.speeds.values(), default=0.0)
+        speed = max((table.speeds.get(worker, 0.0) for worker in table.active | table.gathered), default=0.0)
         free_s = self.overlap * table.nsync / speed if speed > 0 else 0.0
         return table.now >= enough + min(self.grace * max(free_s - (enough - first), 0.0), self.most_s)
 
@@ -95,7 +97,7 @@ class Quorum(Transform):
 
 
 @dataclass(frozen=True)
-class DecoupledDiLoCo(StreamingDiLoCo):
+class DecoupledDiLoCo(InFragments):
     r"""Rounds of the workers that have pushed in time; see the formulas above.
 
     Args:
@@ -120,7 +122,10 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     def __post_init__(self) -> None:
         whole("DecoupledDiLoCo(parts)", self.parts, 1)
-        own = RadialDirectional(), Quorum(self.quorum, self.grace, 1 / self.parts)
-        given = [t for t in self.transforms if not isinstance(t, (RadialDirectional, Quorum))]
-        object.__setattr__(self, "transforms", (*given, *own))
+        if self.quorum is not None:
+            whole("DecoupledDiLoCo(quorum)", self.quorum, 1)
+        given = [t for t in self.transforms if not isinstance(t, Quorum)]  # its arguments say which
+        merges = [] if any(isinstance(t, RadialDirectional) for t in given) else [RadialDirectional()]
+        quorum = Quorum(self.quorum, self.grace, 1 / self.parts)
+        object.__setattr__(self, "transforms", (*given, *merges, quorum))
         super().__post_init__()

@@ -56,7 +56,37 @@ class DiLoCo(OuterMomentum):
 
 
 @dataclass(frozen=True)
-class StreamingDiLoCo(DiLoCo):
+class InFragments(DiLoCo):
+    """DiLoCo that exchanges a part of the module at a time.
+
+    Args:
+        parts: fragments of the module. Parameters are assigned to them in turn.
+        alpha: the part of its own weights that a worker keeps when it mixes in a reply.
+    """
+
+    parts: int = 4
+    alpha: float = 0.5
+
+    overlap: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole(f"{type(self).__name__}(parts)", self.parts, 1)
+        between(f"{type(self).__name__}(alpha)", self.alpha, 0, 1)
+
+    @property
+    def fragments(self) -> int:
+        """See :class:`Algorithm`."""
+        return self.parts
+
+    @property
+    def mix(self) -> float | None:
+        """See :class:`Algorithm`."""
+        return self.alpha
+
+
+@dataclass(frozen=True)
+class StreamingDiLoCo(InFragments):
     r"""DiLoCo in fragments: exchanges a part of the module at a time, while training continues.
 
     Fragment *p* of *P* is exchanged every ``nsync`` steps, ``nsync / P`` steps after fragment *p* - 1, so the link
@@ -69,51 +99,34 @@ class StreamingDiLoCo(DiLoCo):
         momentum: see :class:`DiLoCo`.
         parts: *P*. Parameters are assigned to the fragments in turn (the paper's strided pattern).
         alpha: :math:`\alpha`, the part of its own weights that a worker keeps.
-        delay: steps after a push in which a worker trains on before it merges the reply, which it then waits for. None:
-            the reply is merged when it is there.
+        delay: steps after a push before which its reply is not merged.
 
     References:
         A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
 
     Departures:
-        Without ``delay`` the reply is merged when it is there instead of after a fixed number of steps. Updates are
-        quantised only if ``compression="4bit"`` is given.
+        The reply is merged when it is there, but not before ``delay`` steps, instead of after a fixed number of steps:
+        a worker that waited for one fragment could not push another one that others wait for. Updates are quantised
+        only if ``compression="4bit"`` is given.
     """
 
-    parts: int = 4
-    alpha: float = 0.5
-    delay: int | None = None
-
-    overlap: ClassVar[bool] = True
+    delay: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("StreamingDiLoCo(parts)", self.parts, 1)
-        between("StreamingDiLoCo(alpha)", self.alpha, 0, 1)
-        if self.delay is not None:
-            whole("StreamingDiLoCo(delay)", self.delay, 0)
+        whole("StreamingDiLoCo(delay)", self.delay, 0)
 
     def check(self, run: Run) -> None:
         """See :class:`Algorithm`."""
         super().check(run)
-        if self.delay is not None and self.delay >= run.nsync:
+        if self.delay and self.delay >= run.nsync:
             raise ConfigurationError(
-                f"{type(self).__name__}(delay={self.delay}) was given with nsync={run.nsync}. Expected a delay below "
-                "nsync: a fragment's reply is merged before its next exchange."
+                f"StreamingDiLoCo(delay={self.delay}) was given with nsync={run.nsync}. Expected a delay below nsync: "
+                "a fragment's reply is merged before its next exchange."
             )
 
     @property
-    def fragments(self) -> int:
-        """See :class:`Algorithm`."""
-        return self.parts
-
-    @property
-    def mix(self) -> float | None:
-        """See :class:`Algorithm`."""
-        return self.alpha
-
-    @property
-    def merge_after(self) -> int | None:
+    def merge_after(self) -> int:
         """See :class:`Algorithm`."""
         return self.delay
 

@@ -69,6 +69,10 @@ class RadialDirectional(Transform):
         slots["length"].zero_()
         mean.mul_(length / size if size > _NEAR_0 else 0.0)
 
+    def forget(self, slots: dict[str, Tensor]) -> None:
+        """See :class:`Transform`."""
+        slots["length"].zero_()
+
     def _averages(self, push: Push) -> bool:
         return any(part in push.tensor for part in self.averaged)
 

@@ -45,14 +45,14 @@ from lightning_asgd.validation import at_least, between
 __all__ = ["CAPPED", "MOST", "Alignment", "OuterMomentum", "capped_factor"]
 
 CAPPED = "capped"
-MOST = 0.9  # without a cap
+MOST = 0.9  # largest factor
 _NEAR_0 = 1e-9
 _RISE = 0.1  # of the way to the cap, per update
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """How a momentum lies to an update.
+    """How a momentum lies relative to an update.
 
     Attributes:
         along: *c*, the part along the update, in its lengths.
@@ -81,7 +81,7 @@ class Alignment:
 
 
 def capped_factor(alignment: Alignment | None, before: float, most: float = MOST) -> float:
-    """The factor of the momentum for an update, whose predecessor's was ``before``; at most ``most``."""
+    """The factor of the momentum for an update, given the factor ``before`` of the previous one; at most ``most``."""
     if alignment is None:
         return min(before, most)
     along, across = alignment.along, alignment.across
@@ -129,7 +129,7 @@ class OuterMomentum(Algorithm):
         return {"momentum": torch.zeros_like(weights), **numbers}
 
     def load(self, slots: dict[str, Any], saved: dict[str, Any]) -> None:
-        """See :class:`Algorithm`. Before release 0.2 neither factor nor gain was kept."""
+        """See :class:`Algorithm`. A checkpoint of a fixed momentum may lack factor and gain."""
         super().load(slots, {**slots, **saved})
         if self.momentum != CAPPED:
             slots["factor"].fill_(self.momentum)
@@ -145,10 +145,10 @@ class OuterMomentum(Algorithm):
         slots["gain"].fill_(0.0 if alignment is None else alignment.gain(factor))
         return factor
 
-    def gain(self, slots: dict[str, Any]) -> float | None:
+    def gain(self, slots: dict[str, Any]) -> float:
         """See :class:`Algorithm`."""
         gain = float(slots["gain"])
-        return gain if gain and math.isfinite(gain) else None
+        return gain if math.isfinite(gain) else 0.0
 
     def step(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """Take a Nesterov step; ``update`` is -D, and is overwritten."""

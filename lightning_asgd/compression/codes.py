@@ -152,8 +152,11 @@ class TopK(Compression):
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
-        check_lengths(self, coded, [min(coded[0].numel(), len(out))] * 2)
+        sent = min(len(coded[0]), len(out)) if coded else 0
+        check_lengths(self, coded, [sent, sent])
         places, values = coded
+        if places.dtype is not torch.int32:
+            raise ProtocolError(f"{self} was received with places of {places.dtype}. Expected torch.int32.")
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < len(out)):
             raise ProtocolError(f"{self} was received with places outside of a vector of {len(out)} values.")
         out.zero_()

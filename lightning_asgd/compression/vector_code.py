@@ -54,6 +54,6 @@ class Compression(Configurable):
 
 def check_lengths(code: Compression, coded: Sequence[Tensor], expected: Sequence[int]) -> None:
     """Raise a :class:`ProtocolError` unless the vectors that a code was received as have these lengths."""
-    shapes = [tuple(part.shape) for part in coded]
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else None for part in coded]
     if shapes != [(length,) for length in expected]:
         raise ProtocolError(f"{code} was received as vectors of shapes {shapes}. Expected lengths {list(expected)}.")

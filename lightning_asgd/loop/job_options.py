@@ -111,6 +111,12 @@ class JobOptions:
                 "StaleSynchronous, such as ASGD or DiLoCo: workers of an elastic run join and leave, and none waits "
                 "for a worker that has taken fewer steps."
             )
+        if algorithm.fragments > 1 and not self.config.overlap:
+            raise ConfigurationError(
+                f"overlap=False was given with {type(algorithm).__name__}(parts={algorithm.fragments}) and {given}. "
+                "Expected True or None: workers of an elastic run are at different fragments, and would wait for each "
+                "other forever."
+            )
         if self.config.restarted:
             raise ConfigurationError(
                 f"nsync='restarted' was given with {given}. Expected a number: the period depends on the number of "

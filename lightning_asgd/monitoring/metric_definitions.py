@@ -78,11 +78,6 @@ def _mean(name: str) -> Callable[[Sequence[Window]], float | None]:
     return value
 
 
-def _outer_gain(windows: Sequence[Window]) -> float | None:
-    known = [window.after.outer_gain for window in windows if window.after.outer_gain is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _updates_per_s(windows: Sequence[Window]) -> float:
     return sum(window.per_s("pushes") - window.per_s("refused", "repeated") for window in windows)
 
@@ -124,7 +119,7 @@ METRICS: dict[str, Metric] = {
     "wait/data": Metric("", "part of that share: for data", _ratio(["data_wait_s"], ["at_s"])),
     "nsync": Metric("steps", "current number of optimizer steps between two exchanges", _mean("nsync")),
     "outer_gain": Metric(
-        "", "by how much outer momentum lengthened the servers' latest update; 1 without momentum", _outer_gain
+        "", "by how much outer momentum lengthened the servers' latest update; 1 without momentum", _mean("outer_gain")
     ),
     "distance": Metric("", "norm of the worker's parameters minus the servers', measured recently", _mean("distance")),
 }

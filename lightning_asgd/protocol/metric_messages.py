@@ -44,7 +44,7 @@ class WorkerMetrics:
     staleness: dict[int, int] = field(default_factory=dict)
     nsync: int = 0  # current number of optimizer steps between two exchanges
     distance: float = 0.0  # norm of the worker's parameters minus the servers', when it was measured last; 0 before
-    outer_gain: float | None = None  # by how much momentum lengthened the servers' latest update; None if not known
+    outer_gain: float = 0.0  # by how much momentum lengthened the servers' latest update; 0 if that is not known
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Reply:
     incarnations: dict[int, int] = field(default_factory=dict)
     left: dict[int, str] = field(default_factory=dict)  # workers that are gone, and why
     stopped: int = 0  # number of the collective in which a worker waits that trains no more; 0 if there is none
-    gain: float | None = None  # by how much momentum lengthened the latest update, along itself; None if not known
+    gain: float = 0.0  # by how much momentum lengthened the latest update, along itself; 0 if that is not known
 
     @property
     def bulky(self) -> bool:

@@ -34,7 +34,15 @@ STATES = {
 Between batches it waits for data, and Lightning's loop works: callbacks, loggers, progress bars.
 """
 
-_LATEST = {"began", "epoch", "staleness_max", "staleness", "nsync", "distance"}  # what is no sum, or no number
+_LATEST = {
+    "began",
+    "epoch",
+    "staleness_max",
+    "staleness",
+    "nsync",
+    "distance",
+    "outer_gain",
+}  # what is no sum, or no number
 
 Array = Any
 """A NumPy array of float64, of shape ``(parts,)`` unless stated otherwise."""

@@ -90,19 +90,28 @@ class GroupRules:
             mean = pending[part.where]
             if not merging:
                 mean.div_(weight)
-            algorithm.apply(self.weights[part.where], mean, self._of(algorithm, self._slots, part), push)
+            about = replace(push, tensor=part.name) if algorithm.per_tensor else push
+            algorithm.apply(self.weights[part.where], mean, self._of(algorithm, self._slots, part), about)
             mean.zero_()
 
+    def forget_gathered(self) -> None:
+        """Drop the aggregated pushes."""
+        if self.pending is not None:
+            self.pending.zero_()
+        for transform, kept in zip(self._algorithm.transforms, self._kept, strict=True):
+            for slots in kept if transform.per_tensor else ():
+                transform.forget(slots)
+
     @property
-    def gain(self) -> float | None:
-        """See :meth:`Algorithm.gain`: the mean over the scalars."""
+    def gain(self) -> float:
+        """See :meth:`Algorithm.gain`: the mean over the scalars of tensors whose gain is known."""
         if not self._algorithm.per_tensor:
             return self._algorithm.gain(self._slots)
         gains = [self._algorithm.gain(slots) for slots in self._slots]
         sizes = [part.where.stop - part.where.start for part in self._tensors]
-        known = [(gain, size) for gain, size in zip(gains, sizes, strict=True) if gain is not None]
-        total = sum(size for _, size in known)
-        return sum(gain * size for gain, size in known) / total if total else None
+        known = [(gain, size) for gain, size in zip(gains, sizes, strict=True) if gain]
+        mean: float = sum(gain * size for gain, size in known) / max(sum(size for _, size in known), 1)
+        return mean
 
     # ------------------------------------------------------------------ checkpoints and snapshots
 

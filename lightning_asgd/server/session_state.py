@@ -109,6 +109,8 @@ class SessionState:
             raise ProtocolError(
                 f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
             )
+        if shard.tensors != message.tensors:
+            raise ProtocolError(f"Worker {message.worker} expects a shard of other tensors than the workers before it.")
         if self.members.elastic and shard.algorithm != message.algorithm:
             raise ProtocolError(
                 f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "

@@ -81,10 +81,11 @@ class Shard:
     _known: set[int] = field(default_factory=set)  # workers that took part at the last call
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
-    _rules: list[GroupRules | None] = field(default_factory=list)  # per group; None for those that are no parameters
+    _rules: list[GroupRules | None] = field(default_factory=list)  # per group; None for those that are not parameters
+    _largest: GroupRules | None = None  # of them
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
     _copy: ShardCopy | None = None  # for the latest snapshot
-    _gain: float | None = None  # of the latest update
+    _gain: float = 0.0  # of the latest update
     _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
     _weights: float = 0.0  # in units of the first one
@@ -103,8 +104,6 @@ class Shard:
     def initialise(self, weights: Sequence[Tensor], version: int) -> None:
         """Take first weights, one tensor per group, given away by the caller; ``version`` is counted on from."""
         check_form(weights, self.groups)
-        self.weights = tuple(weights)
-        self.version = version
         tensors = self.tensors or [() for _ in self.groups]
         if len(tensors) != len(self.groups):
             raise ProtocolError(f"A shard of {self.groups} was laid out as {len(tensors)} groups of tensors.")
@@ -112,6 +111,8 @@ class Shard:
             GroupRules(self.algorithm, w, named) if role is Role.PARAMETER else None
             for (role, _, _), w, named in zip(self.groups, weights, tensors, strict=True)
         ]
+        self._largest = max(filter(None, self._rules), key=lambda rules: rules.weights.numel(), default=None)
+        self.weights, self.version = tuple(weights), version
         self._backups = {}
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
 
@@ -128,10 +129,9 @@ class Shard:
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
             self.version = version
-            for rules in self._rules:
-                if rules is not None and rules.pending is not None:
-                    rules.pending.zero_()
             self._forget_gathered()  # workers push again what these weights lack
+            for rules in filter(None, self._rules):
+                rules.forget_gathered()
         self.latest_push, self._applied = dict(pushes), dict(pushes)
         self._counted = SampleShares()  # the membership's own set may have lost workers since the last count
         for worker in self.table.living:
@@ -158,9 +158,9 @@ class Shard:
         """A shard that continues from a snapshot, with other workers."""
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes, kept["tensors"])
         shard.initialise(kept["weights"], kept["version"])
-        shard.restore(kept["state"])
-        for rules, pending in zip(shard._rules, kept["pending"], strict=True):
+        for rules, state, pending in zip(shard._rules, kept["state"], kept["pending"], strict=True):
             if rules is not None:
+                rules.restore(state)
                 rules.pending = pending
         shard.table.count, shard._lr, shard._steps, *rest = kept["gathered"]
         shard._weights, shard._first = rest or (float(shard.table.count), 0.0)  # before release 0.2 all weighed 1
@@ -172,11 +172,12 @@ class Shard:
         return [rules.state(lambda value, _: deepcopy(value)) if rules else {} for rules in self._rules]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        """Take what :meth:`state` returned."""
+        """Take what :meth:`state` returned. The pushes that had been aggregated then are in no checkpoint."""
         self._finish_copy()
         for saved, rules in zip(state, self._rules, strict=True):
             if saved and rules is not None:
                 rules.restore(saved)
+                rules.forget_gathered()
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
         """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
@@ -320,7 +321,7 @@ class Shard:
 
     def _weigh(self, gatherer: Transform, message: Exchange) -> float:
         """The weight of a push among those that are aggregated; the first one's is 1."""
-        share = gatherer.share(message.batch, max(message.steps, 1)) if message.batch > 0 else 0.0
+        share = gatherer.share(message.batch, max(message.steps, 1)) if 0 < message.batch < MAX_BATCH else 0.0
         if not self.table.count:
             self._first = share
         return share / self._first if min(share, self._first) > 0 else 1.0
@@ -361,9 +362,7 @@ class Shard:
     def _count_up(self) -> None:
         """An update has been applied."""
         self.version += 1
-        if self.algorithm.per_tensor:
-            # That of the largest group of parameters.
-            self._gain = max(filter(None, self._rules), key=lambda rules: rules.weights.numel()).gain
+        self._gain = self._largest.gain if self._largest else 0.0
         if self.algorithm.keeps(self.version):
             self.samples.append((self.version, tuple(w.clone() for w in self.weights)))
 

@@ -67,7 +67,9 @@ class Buffers:
         if memory is None or lasting:
             memory = tuple(torch.empty(n, dtype=dtype_from_name(dtype)) for _, dtype, n in groups)
             self._scratch[message.fragment] = memory
-        return codes[0].decode(message.update, memory)
+        update = codes[0].decode(message.update, memory)
+        check_form(update, groups)  # groups that are not coded come as they are
+        return update
 
     def encode(self, message: Exchange, reply: Reply) -> tuple[Any, ...] | None:
         """The weights of a reply, as its worker wants them."""

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch.futures import Future
 
-from lightning_asgd.protocol import Reduced
+from lightning_asgd.protocol import LinkProbed, Reduced, Reply
 from lightning_asgd.ranges import RangeSet
 from lightning_asgd.transports.transport import CallTimeoutError, Transport
 
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 REPLACED = "another server has taken its place"
 _FORGET_S = 600.0  # heartbeats come every few seconds
+_SILENT_S = 60.0  # after which a caller's weights are not kept
 _MOST = 1024  # unacknowledged replies per caller: a worker has as many calls in flight as a module has layers
 # Bytes of the largest encoded reply that is kept; to encode a larger one again takes little beside sending it.
 _KEPT = 64 << 20
@@ -282,6 +283,7 @@ class ReplyCache:
         self._clock = clock
         self._lock = threading.Lock()
         self._callers: dict[str, _Caller] = {}  # the one heard last is the last
+        self._silent: dict[str, _Caller] = {}  # those that have not been heard for a minute, likewise
 
     def answer(self, caller: str, number: int, arrived: Collection[int], handle: Callable[[], Any]) -> Future[Any]:
         """The reply to a call; only a new call is handled. ``handle`` returns a value or a future."""
@@ -317,20 +319,36 @@ class ReplyCache:
 
     def _forget(self, caller: str, arrived: Collection[int]) -> _Caller:
         now = self._clock()
-        known = self._callers.pop(caller, None) or _Caller(now)
+        known = self._callers.pop(caller, None) or self._silent.pop(caller, None) or _Caller(now)
         known.heard = now
         self._callers[caller] = known
-        for name, other in list(
-            itertools.takewhile(lambda each: now - each[1].heard > _FORGET_S, self._callers.items())
-        ):
+        for name, other in _older(self._callers, now - _SILENT_S):
+            self._silent[name] = self._callers.pop(name)
+            # A killed worker never acknowledges them. A push that is repeated is recognised by its own number.
+            other.calls = {number: call for number, call in other.calls.items() if not _holds_weights(call)}
+        for name, other in _older(self._silent, now - _FORGET_S):
             if all(call.done() for call in other.calls.values()):
-                del self._callers[name]
+                del self._silent[name]
         for number in arrived:
             if known.calls.pop(number, None) is not None:
                 known.over.add(number, number + 1)
         while len(known.over.ranges) > _GAPS:
             known.over.remove(*known.over.ranges[0])
         return known
+
+
+def _older(callers: dict[str, _Caller], moment: float) -> list[tuple[str, _Caller]]:
+    """Those that were heard last before a moment."""
+    return list(itertools.takewhile(lambda each: each[1].heard < moment, callers.items()))
+
+
+def _holds_weights(call: Future[Any]) -> bool:
+    """Whether a call was answered with weights, or with a probe's bytes."""
+    try:
+        reply = call.value() if call.done() else None
+        return isinstance(reply, LinkProbed) or (isinstance(reply, Reply) and reply.weights is not None)
+    except Exception:  # it failed
+        return False
 
 
 class EncodedOnce:

@@ -64,7 +64,7 @@ class Schedule:
         self.trip_s = 0.0  # expected duration of an exchange: the shorter of the latest two
         self.busy_s = 0.0  # spent on exchanges since the latest push began
         self._config = config
-        self._lead = lead
+        self._lead = self._first_lead = lead
         self._given = given
         self._latest_s = 0.0  # that the latest exchange took
         self._auto = Pace(config.npush) if config.auto else None
@@ -117,8 +117,8 @@ class Schedule:
             self._auto.note(step_s=step_s, trip_s=trip_s, cost_s=cost_s)
 
     def pause(self) -> None:
-        """Leave a sync point, whose time counts for no step."""
-        self._began = None
+        """Leave a sync point, whose time counts for no step, and after which fragments take turns as at first."""
+        self._began, self._lead = None, self._first_lead
 
     def forget_trip(self) -> None:
         """Discount the latest duration: otherwise no exchange would follow a very long one."""

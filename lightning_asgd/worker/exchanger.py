@@ -248,7 +248,7 @@ class Channel:
         pending = self.log.in_flight
         if pending is not None and self._algorithm.answer is Answer.WEIGHTS and pending.message.fetch:
             if self._algorithm.waits and not self.answered:
-                return {}  # the answer waits for other workers: none has newer weights than this one
+                return {}  # the answer may be held for long, until other workers have pushed
             if not self.log.keep_answers(pending):
                 return {}  # the failure is handled before the next batch
             replies, answers = pending.replies, pending.answers
@@ -376,8 +376,8 @@ class Exchanger:
             self._connection.attend()
             if channel.leaving is not None and channel.replica.arrived:
                 channel.send(channel.leaving)
-            schedule, after = channel.schedule, self._algorithm.merge_after
-            if channel.answered if after is None else channel.log.in_flight and schedule.since_push >= after:
+            schedule = channel.schedule
+            if channel.answered and schedule.since_push >= self._algorithm.merge_after:
                 yield from channel.finish()
             push, fetch = schedule.due(self.stats.steps)
             if not (push or fetch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ def _probe_s(connection: Connection, server: int, payload: Tensor, *, echo: bool
 
 def _random_bytes(size: int) -> Tensor:
     """Bytes that no tunnel can compress. The program's own random numbers are left alone."""
-    return torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=torch.Generator().manual_seed(0))
 
 
 # ---------------------------------------------------------------------- the codes
@@ -117,8 +118,9 @@ def _cost_of(name: str, code: Compression) -> CodeCost:
     """Do with random values what both ends of an exchange do with a code."""
     groups = ((Role.PARAMETER, "float32", _VALUES),)
     worker, server = CodecState.of(code, groups), CodecState.of(code, groups)
-    values = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0))
-    weights, memory = (torch.zeros(_VALUES),), (torch.empty(_VALUES),)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+    values = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0), **how)
+    weights, memory = (torch.zeros(_VALUES, **how),), (torch.empty(_VALUES, **how),)
     for end in (worker, server):
         end.weights.hold(weights)
     taken = []

@@ -37,7 +37,7 @@ def test_every_row_but_one_has_a_code(codes: Any) -> None:
 
 def test_codes_are_timed_beside_copies(codes: Any) -> None:
     times = codes.time_codes(list(codes.ROWS), megabytes=1, repeats=2)
-    assert set(codes.FAST) < times.keys() == {"int8", "topk", "4bit", "2bit", "1bit", "SparseLoCo"}
+    assert set(codes.FAST) < times.keys() == {"bf16", "fp16", "int8", "topk", "4bit", "2bit", "1bit", "SparseLoCo"}
     assert all(len(found) == 2 for found in times.values())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.algorithms import ASGD, DropStale, GapAware, SoftSync
+from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ConfigurationError
 
@@ -129,3 +129,11 @@ def check_text(error: Exception, *parts: str) -> None:
 def test_offload_is_refused_where_sums_of_gradients_stay_on_the_device(given: object, algorithm: str) -> None:
     with pytest.raises(ConfigurationError, match=f"offload={given!r} was given with "):
         ExchangeConfig.create(nsync=1, algorithm=algorithm, offload=given)
+
+
+def test_workers_that_train_on_while_a_round_lasts_neither_wait_nor_measure_it() -> None:
+    for settings, expected in (({"nsync": "auto"}, "nsync='auto'"), ({"nsync": 10, "overlap": False}, "overlap=False")):
+        for rule in ("decoupled_diloco", ASGD(transforms=[Quorum()])):
+            with pytest.raises(ConfigurationError, match=f"{expected} was given with .*Expected"):
+                ExchangeConfig.create(algorithm=rule, **settings)
+    assert ExchangeConfig.create(nsync=10, algorithm="decoupled_diloco").overlap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -125,6 +126,9 @@ def test_its_transforms_follow_from_its_arguments() -> None:
     rule = DecoupledDiLoCo(parts=2, quorum=3, grace=0.5)
     assert rule.transforms == (RadialDirectional(), Quorum(3, 0.5, 0.5))
     assert DecoupledDiLoCo(parts=2, quorum=3, grace=0.5, transforms=rule.transforms) == rule
+    other = RadialDirectional(averaged=())
+    assert DecoupledDiLoCo(transforms=[other]).transforms[0] is other
+    assert dataclasses.replace(rule, quorum=1, parts=4).transforms[-1] == Quorum(1, 0.5, 0.25)
     assert rule.waits
     assert not rule.lockstep
     assert DiLoCo().lockstep

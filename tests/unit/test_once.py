@@ -113,7 +113,7 @@ def test_what_has_arrived_is_kept_no_longer_nor_what_nobody_asks_for() -> None:
     once.answer("c", 1, [], lambda: waiting)
     clock.now = 2000.0
     once.forget("b", [])
-    assert list(once._callers) == ["c", "b"], "who waits for an answer is not forgotten"
+    assert [*once._silent, *once._callers] == ["c", "b"], "who waits for an answer is not forgotten"
     assert once.answer("a", 3, [], lambda: next(handled)).wait() == 4
     clock.now = 9000.0
     assert once.answer("a", 3, [], lambda: next(handled)).wait() == 4, "who comes back after a long time is known"
@@ -136,7 +136,30 @@ def test_a_caller_that_is_silent_is_found_behind_one_that_waits() -> None:
     once.forget("silent", [])
     clock.now = 700.0
     once.forget("talks", [])
-    assert list(once._callers) == ["waits", "talks"]
+    assert [*once._silent, *once._callers] == ["waits", "talks"]
+
+
+def test_weights_for_a_caller_that_is_silent_are_not_kept_and_a_call_that_is_repeated_is_handled_again() -> None:
+    clock, handled = Clock(), list[str]()
+    once = ReplyCache(clock)
+
+    def handle(reply: Any) -> Any:
+        handled.append("again")
+        return reply
+
+    weights = Reply(1, 0, Verdict.APPLIED, (torch.zeros(3),))
+    replies = {1: weights, 2: Reply(1, 0, Verdict.APPLIED), 3: Future()}
+    for number, reply in replies.items():
+        once.answer("killed", number, [], lambda reply=reply: handle(reply))
+    clock.now = 59.0
+    once.forget("talks", [])
+    assert sorted(once._callers["killed"].calls) == [1, 2, 3]
+    clock.now = 61.0
+    once.forget("talks", [])
+    assert sorted(once._silent["killed"].calls) == [2, 3]
+    assert once.answer("killed", 1, [], lambda: handle(weights)).wait() is weights  # it was only suspended
+    assert len(handled) == 4
+    assert list(once._callers) == ["talks", "killed"]
 
 
 def test_the_reply_to_a_collective_is_encoded_once_and_any_other_as_often_as_it_is_sent() -> None:
