@@ -194,10 +194,9 @@ LONGER = {"downpour_adam": 300}
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", sorted(ON_SERVERS))
 def test_a_worker_alone_trains(name: str, shared: bool) -> None:
-    w = torch.zeros(4, requires_grad=True)
-    exchanger = Cluster(2).enter(
-        0, {"w": w}, nsync=1, algorithm=ON_SERVERS[name], shared=shared, overlap=False, lr=lambda: 0.2
-    )
+    w, rule = torch.zeros(4, requires_grad=True), ON_SERVERS[name]
+    overlap = rule.waits and not rule.lockstep
+    exchanger = Cluster(2).enter(0, {"w": w}, nsync=1, algorithm=rule, shared=shared, overlap=overlap, lr=lambda: 0.2)
     optimizer = torch.optim.SGD([w], lr=0.2)
     run(exchanger.begin())
     for _ in range(LONGER.get(name, 60)):
