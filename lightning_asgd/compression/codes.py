@@ -7,7 +7,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +20,7 @@ from lightning_asgd.validation import between, whole
 
 __all__ = ["Cast", "Int8", "TopK"]
 
+_CHUNK = 1 << 17  # values that are coded at a time: half a MB
 _SAMPLE = 1 << 14  # values looked at to guess which are among the largest
 
 
@@ -84,35 +85,30 @@ class Int8(Compression):
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""
-        parts = [b for b in self._blocks(values) if b.numel()]
-        if not parts:
-            return values.to(self._type), values.float()
-        scales = torch.cat([b.abs().amax(1, keepdim=True).float() / self._limit for b in parts])
-        rounded = torch.empty(values.numel(), dtype=self._type)
-        outs = [b for b in self._blocks(rounded) if b.numel()]
-        for b, out, scale in zip(parts, outs, self._of(parts, scales), strict=True):
+        rounded = torch.empty(len(values), dtype=self._type)
+        scales = torch.empty(-(-len(values) // self.block), dtype=torch.float32)
+        for x, out, scale in self._chunks(values, rounded, scales):
+            scale.copy_(x.abs().amax(1)).div_(self._limit)
             # Where all are zero so is the scale.
-            whole_numbers = (b / scale.clamp(min=torch.finfo(torch.float32).tiny)).round_()
+            whole_numbers = x.div(scale[:, None].clamp(min=torch.finfo(torch.float32).tiny)).round_()
             out.copy_(whole_numbers.clamp_(-self._limit, self._limit))
-        return rounded, scales.flatten()
+        return rounded, scales
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """See :class:`Compression`."""
         check_lengths(self, coded, [len(out), -(-len(out) // self.block)])
-        rounded, scales = coded
-        parts = [b for b in self._blocks(rounded) if b.numel()]
-        outs = [b for b in self._blocks(out) if b.numel()]
-        for b, o, scale in zip(parts, outs, self._of(parts, scales[:, None]), strict=True):
-            torch.mul(b, scale, out=o)
+        for x, values, scale in self._chunks(coded[0], out, coded[1]):
+            torch.mul(x, scale[:, None], out=values)
 
-    def _blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole blocks, shape ``(m, block)``, and the rest, shape ``(1, r)``."""
-        end = values.numel() // self.block * self.block
-        return values[:end].view(-1, self.block), values[end:].view(1, -1)
-
-    @staticmethod
-    def _of(parts: Sequence[Tensor], scales: Tensor) -> list[Tensor]:
-        return list(torch.split(scales, [len(b) for b in parts]))
+    def _chunks(self, first: Tensor, second: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks of two vectors, shape ``(m, block)``, and their scales: some at a time, that stay in the cache."""
+        blocks, whole_blocks = max(_CHUNK // self.block, 1), len(first) // self.block
+        for begin in range(0, whole_blocks, blocks):
+            end = min(begin + blocks, whole_blocks)
+            part = slice(begin * self.block, end * self.block)
+            yield first[part].view(-1, self.block), second[part].view(-1, self.block), scales[begin:end]
+        if rest := len(first) % self.block:
+            yield first[-rest:].view(1, -1), second[-rest:].view(1, -1), scales[-1:]
 
 
 @dataclass(frozen=True)
