@@ -6,20 +6,23 @@ every tile, and *N* live workers:
 .. math::
 
     e \leftarrow \beta e + D, \qquad q = Q(\mathrm{TopK}(e)), \qquad e \leftarrow e - q, \qquad
-    w \leftarrow w - \frac{\alpha}{N} q
+    w \leftarrow w - \frac{\alpha}{N} q, \qquad \alpha = \sqrt N
 
 References:
     A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1.
 
 Departures:
     The paper's workers wait for each other, and the mean of their codes is applied as one update. Here each push is
-    applied when it arrives, as 1 / N of it, so N pushes move the weights as far as the paper's mean does.
+    applied when it arrives. The paper's programs average every value over the workers that have sent it, which are
+    fewer than *N*; a server that applies one push at a time does not know them. :math:`\alpha = \sqrt N` stands for
+    that, and is ours: with :math:`\alpha = 1` a value that one worker has sent would move by 1 / N of it.
     Workers push codes to servers, and fetch weights in bfloat16; the paper's workers exchange the codes themselves.
     What a tile is, and the code of two bits, are those of :class:`~lightning_asgd.compression.TopTiles`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +38,12 @@ __all__ = ["SparseLoCo"]
 
 @dataclass(frozen=True)
 class SparseLoCo(Algorithm):
-    """Workers push the largest changes of every 4,096 parameters, 14 bits each; there is no outer momentum.
+    r"""Workers push the largest changes of every 4,096 parameters, 14 bits each; there is no outer momentum.
 
     Use it with long periods, such as ``nsync=15`` to 50, and with an adaptive optimizer, as the paper does.
 
     Args:
-        lr: the outer learning rate.
+        lr: the outer learning rate :math:`\alpha`; None for the square root of the number of workers.
         largest: values that are sent of every 4,096, even: 128 are 3.1 %, 0.44 bits per parameter.
         residual_decay: the fraction of a push's residual, of what was not sent, that is added to the next push.
 
@@ -52,13 +55,14 @@ class SparseLoCo(Algorithm):
         ignored, as by :class:`ASGD`.
     """
 
-    lr: float = 1.0
+    lr: float | None = None
     largest: int = 128
     residual_decay: float = 0.95
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("SparseLoCo(lr)", self.lr, 0, above=True)
+        if self.lr is not None:
+            at_least("SparseLoCo(lr)", self.lr, 0, above=True)
         self.code  # noqa: B018  checks the others
 
     @property
@@ -68,4 +72,5 @@ class SparseLoCo(Algorithm):
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -q."""
-        weights.add_(update, alpha=self.lr * factor("mean", push))
+        lr = math.sqrt(max(push.live, 1)) if self.lr is None else self.lr
+        weights.add_(update, alpha=lr * factor("mean", push))
