@@ -112,7 +112,7 @@ class DecoupledDiLoCo(InFragments):
         ``momentum``, one vector per shard, and the pushes of the present round, another.
 
     Staleness:
-        of a push is the number of rounds since its worker has taken the fragment; it is ignored.
+        of a push is the number of rounds since its worker last merged the fragment; it is ignored.
     """
 
     quorum: int | None = None

@@ -105,9 +105,9 @@ class StreamingDiLoCo(InFragments):
         A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
 
     Departures:
-        The reply is merged when it is there, but not before ``delay`` steps, instead of after a fixed number of steps:
-        a worker that waited for one fragment could not push another one that others wait for. Updates are quantised
-        only if ``compression="4bit"`` is given.
+        The paper merges a reply after a fixed number of steps, and waits for one that is late. Here a worker merges it
+        once it has arrived and ``delay`` steps have passed: while it waited, it would not push its next fragment, for
+        which other workers may be waiting. Updates are quantised only if ``compression="4bit"`` is given.
     """
 
     delay: int = 0

@@ -48,9 +48,9 @@ def expected_s(cost: CodeCost, link: LinkSpeed, values: int) -> float:
 
 
 def choose_code(costs: Sequence[CodeCost], link: LinkSpeed, values: int) -> CodeCost:
-    """The code to use. Codes are given in order, first the one that loses least.
+    """Choose a code from ``costs``, which are sorted from the least lossy code to the lossiest one.
 
-    A code that loses more is chosen only if it saves a tenth of the time.
+    A lossier code has to save a tenth of the time.
     """
     best = costs[0]
     for cost in costs[1:]:
