@@ -9,7 +9,6 @@ import socket
 import uuid
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 __all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_network", "this_process"]
 
@@ -41,7 +40,8 @@ def gone_among(processes: Iterable[str]) -> list[str]:
 def living_stat(pid: int) -> list[str] | None:
     """The fields of ``/proc/PID/stat`` from a process's state on; None if the process has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+        with open(f"/proc/{pid}/stat") as file:  # no Path: it interns the number, and Python's table of these grows
+            fields = file.read().rpartition(")")[2].split()  # the name may hold anything
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields  # its parent has not asked for its exit code
@@ -66,7 +66,8 @@ def this_network() -> str:
 
 def _start_and_space(kind: str) -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read()
         return hashlib.sha256(f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}".encode()).hexdigest()[:8]
     except OSError:
         return ""

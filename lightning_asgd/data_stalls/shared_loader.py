@@ -103,6 +103,7 @@ class SharedLoader:
         patience_ms = int(1000 * patience_s)
         self._board = BatchBoard(self._memory.numbers, len(self), _is_alive, _now_ms, patience_ms)
         self._looked_at = 0.0
+        self._met: bool  # whether it has found the others, or has begun without them
         self._making: _Making | None = None  # in an epoch
         self._made: dict[int, int] = {}  # descriptors of batches that others may still take
         self._begin_process()
@@ -128,7 +129,9 @@ class SharedLoader:
         end = begun + len(self)
         making = self._making = _Making(self, end)
         try:
-            self._await_programs()
+            if not self._met:
+                self._await_programs()
+                self._met = True
             making.start()
             for number in range(begun, end):
                 batch = self._take(number, making)
@@ -142,14 +145,22 @@ class SharedLoader:
             self._end_epoch(making)
 
     def close(self) -> None:
-        """The other programs do not wait for this one any more. It may begin another epoch nevertheless."""
+        """The other programs do not wait for this one any more. It may begin another epoch nevertheless.
+
+        Waits up to ``patience_s`` until they have taken what this program has made: a batch that another one makes is
+        augmented in another way.
+        """
+        if self._me.process != os.getpid():  # a forked process, which has not begun an epoch
+            return
         self._end_epoch(self._making)
+        self._await_takers()
         self._leave(wait=True)
 
     def _begin_process(self) -> None:
         """Begin as a program of its own: this process was forked, or has made the loader."""
         self._me = Program(secrets.randbits(62) + 1, os.getpid(), _started(os.getpid()))
         self._making = None
+        self._met = False
         for descriptor in self._made.values():  # of the parent process
             os.close(descriptor)
         self._made = {}
@@ -192,6 +203,17 @@ class SharedLoader:
                     self._programs,
                     self._patience_s,
                 )
+                return
+            self._look()
+            time.sleep(_POLL_S)
+
+    def _await_takers(self) -> None:
+        until = time.monotonic() + self._patience_s
+        while time.monotonic() < until:
+            with self._memory.locked():
+                first = self._board.first
+            self._close([made for made in self._made if made < first])
+            if not self._made:
                 return
             self._look()
             time.sleep(_POLL_S)

@@ -57,6 +57,7 @@ def train(folder: Path, name: str, programs: int, epochs: int, slow_s: float, se
             sends.send(len(seen))
             time.sleep(slow_s)
     torch.save(seen, folder / name)
+    loader.close()
 
 
 def started(folder: Path, programs: int, epochs: int, slow_s: float = 0.0) -> list[tuple[Any, Any]]:
@@ -147,7 +148,7 @@ def test_programs_that_end_their_epochs_early_stay_together(tmp_path: Path) -> N
 
 def test_a_loader_that_is_gone_leaves_the_others_nothing_wrong(tmp_path: Path) -> None:
     """Its process lives on, and opens other files under the same numbers."""
-    mine = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
+    mine = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH, patience_s=0.1)
     theirs = SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH)
     theirs._me = Program(7, os.getpid(), mine._me.started)
     with theirs._memory.locked():
@@ -161,6 +162,32 @@ def test_a_loader_that_is_gone_leaves_the_others_nothing_wrong(tmp_path: Path) -
     assert [n.tolist() for n, _ in theirs] == [list(range(i, i + BATCH)) for i in range(0, SAMPLES, BATCH)]
     for file in others:
         os.close(file)
+
+
+def test_a_program_that_closes_keeps_its_batches_until_the_others_have_them(tmp_path: Path) -> None:
+    mine, theirs = (SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH) for _ in range(2))
+    theirs._me = Program(7, os.getpid(), mine._me.started)
+    with theirs._memory.locked():
+        theirs._board.join(theirs._me)
+    first = list(mine)
+    with ThreadPoolExecutor(1) as threads:
+        closing = threads.submit(mine.close)
+        second = list(theirs)
+        closing.result(30)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(first, second, strict=True))
+    assert Augmented(tmp_path).made() == Counter(range(SAMPLES))
+
+
+def test_the_last_program_of_several_does_not_wait_for_the_others_in_every_epoch(tmp_path: Path) -> None:
+    mine, theirs = (SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH) for _ in range(2))
+    theirs._me = Program(7, os.getpid(), mine._me.started)
+    with theirs._memory.locked():
+        theirs._board.join(theirs._me)
+    assert len(list(mine)) == 15
+    theirs.close()
+    begun = time.monotonic()
+    assert len(list(mine)) == 15
+    assert time.monotonic() < begun + 30  # the patience is a minute
 
 
 def test_a_forked_process_is_a_program_of_its_own(tmp_path: Path) -> None:
