@@ -7,7 +7,7 @@ ranges as there are servers, so every server holds an equal share of the bytes w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,8 +25,10 @@ __all__ = [
     "TensorSpec",
     "build_layout",
     "check_form",
+    "dense",
     "dtype_from_name",
     "dtype_name",
+    "nbytes_of",
 ]
 
 
@@ -39,6 +41,8 @@ class Role(str, Enum):
     """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
     LARGEST = "largest"
     """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``)."""
+    ROWS = "rows"
+    """As a parameter, and an update holds only the rows that a worker has changed (tables of embeddings)."""
 
 
 Groups = tuple[tuple[Role, str, int], ...]
@@ -58,11 +62,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Group:
-    """All tensors of one dtype and role; ``numel`` scalars in all."""
+    """All tensors of one dtype and role, and of tables of one width; ``numel`` scalars in all."""
 
     role: Role
     dtype: str
     numel: int
+    width: int = 1  # scalars that stay together on a server: of a table those of a row
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,14 @@ class Layout:
 
     def bounds(self, server: int, group: int) -> tuple[int, int]:
         """First and one-past-last scalar of ``group`` on ``server``."""
-        n = self.groups[group].numel
-        return server * n // self.num_servers, (server + 1) * n // self.num_servers
+        width = self.groups[group].width
+        n = self.groups[group].numel // width
+        return width * (server * n // self.num_servers), width * ((server + 1) * n // self.num_servers)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Scalars of a row, of each group of tables."""
+        return tuple(g.width for g in self.groups if g.role is Role.ROWS)
 
     def shard(self, server: int) -> Groups:
         """``(role, dtype name, number of scalars)`` per group of the shard on ``server``."""
@@ -105,7 +116,7 @@ class Layout:
 
     def shard_nbytes(self, server: int) -> int:
         """Bytes of the shard on ``server``."""
-        return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in self.shard(server))
+        return nbytes_of(self.shard(server))
 
     @property
     def nbytes(self) -> int:
@@ -168,11 +179,18 @@ def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
 
 
 def build_layout(
-    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], num_servers: int
+    parameters: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
+    num_servers: int,
+    tables: Collection[str] = (),
 ) -> Layout:
-    """Lay out trainable parameters and buffers over servers."""
-    named = [(name, t, Role.PARAMETER) for name, t in parameters if t.numel()]
-    if not named:
+    """Lay out trainable parameters and buffers over servers.
+
+    Of the parameters, ``tables`` names the matrices that are exchanged by rows. Their groups come last.
+    """
+    trained = [(name, t, Role.ROWS if name in tables else Role.PARAMETER) for name, t in parameters if t.numel()]
+    named = [each for each in trained if each[2] is Role.PARAMETER]
+    if not trained:
         raise ConfigurationError(
             "The module has no trainable parameter: 0 parameters with requires_grad=True. Expected at least one. "
             "Define layers in the LightningModule's __init__ or configure_model, or unfreeze some."
@@ -181,7 +199,8 @@ def build_layout(
         if t.numel():
             averaged = t.dtype.is_floating_point or t.dtype.is_complex
             named.append((name, t, Role.AVERAGE if averaged else Role.LARGEST))
-    index: dict[tuple[Role, torch.dtype], int] = {}
+    named += [each for each in trained if each[2] is Role.ROWS]
+    index: dict[tuple[Role, torch.dtype, int], int] = {}
     sizes: list[int] = []
     specs: list[TensorSpec] = []
     for name, t, role in named:
@@ -189,19 +208,29 @@ def build_layout(
             raise ConfigurationError(
                 f"Tensor {name!r} has layout {t.layout}. Expected a dense tensor. Convert it with .to_dense()."
             )
-        group = index.setdefault((role, t.dtype), len(index))
+        group = index.setdefault((role, t.dtype, t.shape[1] if role is Role.ROWS else 1), len(index))
         if group == len(sizes):
             sizes.append(0)
         specs.append(TensorSpec(name, tuple(t.shape), group, sizes[group], t.numel()))
         sizes[group] += t.numel()
-    trainable = sum(t.numel() for _, t, role in named if role is Role.PARAMETER)
+    trainable = sum(t.numel() for _, t, _ in trained)
     if num_servers > trainable:
         raise ConfigurationError(
             f"num_servers={num_servers} is more than the module's {trainable} trainable scalars. "
             f"Expected at most one server per scalar. Lower num_servers."
         )
-    groups = tuple(Group(role, dtype_name(dtype), n) for (role, dtype), n in zip(index, sizes, strict=True))
+    groups = tuple(Group(role, dtype_name(dtype), n, k) for (role, dtype, k), n in zip(index, sizes, strict=True))
     return Layout(groups, tuple(specs), num_servers)
+
+
+def nbytes_of(groups: Groups) -> int:
+    """Bytes of a vector."""
+    return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in groups)
+
+
+def dense(groups: Groups) -> Groups:
+    """The groups that are exchanged whole: all but those of tables, which come last."""
+    return tuple(group for group in groups if group[0] is not Role.ROWS)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

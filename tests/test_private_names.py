@@ -47,10 +47,10 @@ TORCH: dict[str, set[str]] = {
     # modules and loaders
     "_BatchNorm": {"adapter.world"},
     "_num_workers": {"adapter.private_names"},
-    "_parameters": {"worker.replica"},
+    "_parameters": {"worker.replica_spans"},
     "_prefetch_factor": {"adapter.private_names"},
     "_try_put_index": {"streams.loader_processes"},
-    "owner._buffers": {"worker.replica"},
+    "owner._buffers": {"worker.replica_spans"},
     "parameter._version": {"loop.weight_changes"},  # how often a tensor was changed in place
     # data sets with shards
     "_ex_iterable": {"streams.hugging_face"},

@@ -321,6 +321,18 @@ class Algorithm(Configurable):
         return self.per_tensor or any(t.per_tensor for t in self.transforms)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether an update of a table of embeddings may hold only the rows that a worker has changed.
+
+        By default, if nothing is kept, and a weight whose update is zero stays as it is, which is tried.
+        """
+        plain = self.compressible and self.chunked and self.fragments == 1 and self.mix is None and self.code is None
+        if not plain or self.keeps_state or self.knows_tensors or any(t.backup for t in self.transforms):
+            return False
+        self.apply(weights := torch.ones(1), torch.zeros(1), {}, Push(live=2, lr=0.1))
+        return bool(weights == 1)
+
+    @property
     def compressible(self) -> bool:
         """Whether pushes may be compressed, since what one loses is added to the next."""
         return self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
@@ -375,6 +387,20 @@ class Algorithm(Configurable):
             push: further facts of the push.
         """
         raise NotImplementedError
+
+    def apply_rows(self, weights: Tensor, rows: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """Change some rows of a table in place. Called only if :attr:`by_rows`.
+
+        Args:
+            weights: shape ``(n, width)``.
+            rows: which, shape ``(k,)``, int64, each once.
+            update: what was pushed of them, shape ``(k, width)``; may be overwritten.
+            slots: what :meth:`start` returned for the weights.
+            push: see :meth:`apply`.
+        """
+        changed = weights[rows]
+        self.apply(changed.view(-1), update.reshape(-1), slots, push)
+        weights[rows] = changed
 
     def gain(self, slots: dict[str, Any]) -> float:
         """By how much momentum lengthened the latest update, along itself; 0 if that is not known."""

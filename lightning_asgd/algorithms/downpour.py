@@ -14,6 +14,9 @@ References:
     J. Hermans, "On Scalable Deep Learning and Parallelizing Gradient Descent", 2017: ``accrued="mean"`` (AGN).
 
 Departures:
+    Of a table of embeddings only the rows that a push holds move, and the optimizer's state of the others stays as it
+    is: ``"adam"`` is then ``torch.optim.SparseAdam``, the lazy form.
+
     Gradients are scaled by 1 / live workers by default, as for :class:`ASGD`; the paper adds them whole. Adagrad starts
     from an accumulator of 0 with an ``eps`` of 1e-6, so that the first step is finite. Clipping and precision are the
     worker's: it pushes the gradients that its optimizer saw.
@@ -94,8 +97,25 @@ class Downpour(Algorithm):
         super().check(run)
         self._check_element_wise()
 
+    @property
+    def by_rows(self) -> bool:
+        """See :class:`Algorithm`: if the optimizer takes sparse gradients and moves no other rows, which is tried."""
+        if any(t.slots or t.backup or t.per_tensor for t in self.transforms):
+            return False
+        weights = torch.ones(3, 1)
+        try:
+            slots = self.start(weights)
+            for row in (0, 1):
+                before = weights.clone()
+                self.apply_rows(weights, torch.tensor([row]), torch.ones(1, 1), slots, Push(lr=0.1))
+                if set((weights != before).nonzero()[:, 0].tolist()) != {row}:
+                    return False
+        except (ConfigurationError, RuntimeError, TypeError):  # what optimizers raise for sparse gradients
+            return False
+        return True
+
     def start(self, weights: Tensor) -> dict[str, Any]:
-        """See :class:`Algorithm`; the optimizer works on the weights themselves."""
+        """See :class:`Algorithm`; the optimizer works on the weights themselves. A table has two dimensions."""
         parameter = torch.nn.Parameter(weights)
         return {"parameter": parameter, "optimizer": self._make(parameter)}
 
@@ -109,6 +129,14 @@ class Downpour(Algorithm):
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is the accrued gradient."""
+        self._step(update, slots, push)
+
+    def apply_rows(self, weights: Tensor, rows: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
+        """See :class:`Algorithm`."""
+        sparse = torch.sparse_coo_tensor(rows[None], update, weights.shape, is_coalesced=True, check_invariants=False)
+        self._step(sparse, slots, push)
+
+    def _step(self, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         parameter, optimizer = slots["parameter"], slots["optimizer"]
         scale = factor(self.scale, push) / (push.steps if self.accrued == "mean" else 1)
         parameter.grad = update if scale == 1.0 else update.mul_(scale)
@@ -118,12 +146,14 @@ class Downpour(Algorithm):
         optimizer.step()
         parameter.grad = None
 
-    def _settings(self) -> tuple[str, dict[str, Any]]:
+    def _settings(self, dimensions: int = 1) -> tuple[str, dict[str, Any]]:
         name, options = _NAMED.get(self.optimizer, (self.optimizer, {}))
+        if dimensions == 2 and self.optimizer == "adam":
+            name = "torch.optim.SparseAdam"
         return name, {**options, **self.options, **({} if self.lr is None else {"lr": self.lr})}
 
     def _make(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        name, options = self._settings()
+        name, options = self._settings(parameter.dim())
         module, _, last = name.rpartition(".")
         try:
             cls = getattr(importlib.import_module(module), last)

@@ -14,7 +14,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.islands.part_exchange import PartExchange
 from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Exchange, Reply, SharedRef
+from lightning_asgd.protocol import Exchange, Reply, Rows, SharedRef
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
@@ -41,6 +41,7 @@ class IslandShards(ShardClient):
         base_versions: Sequence[int],
         updates: Sequence[tuple[Tensor, ...] | None],
         common: Sequence[str | None] | None = None,
+        rows: Sequence[tuple[Rows, ...]] | None = None,
     ) -> list[Future[Any]]:
         """See :class:`ShardClient`; the updates are in the processes' parts."""
         self._exchanges += 1
@@ -123,7 +124,10 @@ class IslandReplica:
         """None: they are in the parts."""
         return [None] * self.layout.num_servers
 
-    def pack(self) -> None:
+    def row_updates(self, *, push: bool) -> None:
+        """None: islands exchange tables as any other parameters."""
+
+    def pack(self, *, thorough: bool = False) -> None:
         """Write the update to the send buffers."""
         self._part.pack_together()
 

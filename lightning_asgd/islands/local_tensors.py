@@ -12,7 +12,7 @@ from torch.nn import Module
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.blocks import Block
 from lightning_asgd.layout import Layout
-from lightning_asgd.worker.replica import Place, places_of
+from lightning_asgd.worker.replica_spans import Place, places_of
 
 __all__ = ["block_of", "is_sharded", "local_places", "reshard"]
 

@@ -16,7 +16,8 @@ from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import ExchangePart, InitPart, Leave, Part
 from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.replica import Place, Replica
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_spans import Place
 
 __all__ = ["Copies", "PartExchange", "PartSender"]
 

@@ -17,6 +17,7 @@ __all__ = [
     "InitShard",
     "LayerGradient",
     "Reply",
+    "Rows",
     "Samples",
     "ShardState",
     "SharedRef",
@@ -50,8 +51,25 @@ class InitShard(Request):
     compression: Any = None  # code of what is sent by value (`Compression`); None for none
     # Per group, the name of each tensor and the number of its scalars in this shard; none if no rule asks for them.
     tensors: tuple[tuple[tuple[str, int], ...], ...] = ()
+    widths: tuple[int, ...] = ()  # scalars of a row, of each group of tables: these are the last groups
     in_parts: bool = False  # whether the processes of an island have brought the initial values: see `InitPart`
     restorable: bool = True  # whether this worker can bring the weights to a replacement, if the server is lost
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a group of tables: those that an update changes, or those of the weights that a worker lacks."""
+
+    values: Tensor | None = None  # shape `(k * width,)`; None for no row
+    numbers: Tensor | None = None  # shape `(k,)`, int32: which rows of the shard, ascending; None for all of them
+    # In a reply: a name of the weights that the worker has with these rows. In a message: that of the latest reply
+    # whose rows the worker has taken; empty if it has none.
+    at: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(each.nbytes for each in (self.values, self.numbers) if each is not None)
 
 
 @dataclass(frozen=True)
@@ -62,9 +80,10 @@ class Exchange(Request):
     base_version: int  # version of the shard that the update is based on
     push: bool  # whether an update is sent
     fetch: bool  # whether the weights are wanted back
-    # The update by value, per group a tensor or its compressed form; None if nothing is pushed or if it is in the
-    # shared block.
+    # The update by value, per group but those of tables a tensor or its compressed form; None if nothing is pushed or
+    # if it is in the shared block.
     update: tuple[Any, ...] | None = None
+    rows: tuple[Rows, ...] = ()  # the update of each group of tables, always by value
     steps: int = 0  # optimizer steps in the update
     lr: float = 0.0  # the worker's learning rate
     speed: float = 0.0  # the worker's optimizer steps per second; 0 if it does not know yet
@@ -104,6 +123,7 @@ class Reply:
     verdict: Verdict  # what became of the push
     # The shard by value, like the update; None if not asked for or if it is in the shared block.
     weights: tuple[Any, ...] | None = None
+    rows: tuple[Rows, ...] = ()  # of each group of tables the rows that the worker lacks; none if not asked for
     nsync: int = 0  # optimizer steps until the worker's next exchange; 0 if the server does not set it
     busy_s: float = 0.0  # seconds that the server was busy with it
     # Per worker, the latest push that the weights hold; empty if they were not asked for.
@@ -120,7 +140,7 @@ class Reply:
     @property
     def bulky(self) -> bool:
         """Whether it is worth a message more not to keep it until the next call."""
-        return self.weights is not None and nbytes(self.weights) > _BULKY
+        return nbytes(self.weights or ()) + sum(rows.nbytes for rows in self.rows) > _BULKY
 
 
 @dataclass(frozen=True)

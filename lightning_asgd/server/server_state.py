@@ -189,7 +189,8 @@ class ServerState:
             new = True  # a worker that began to bootstrap the run before, and died, may have had others
             self.recovery.reset()  # what was lost was lost before
         if new:
-            session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic, message.tensors)
+            form = message.tensors, message.widths
+            session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic, *form)
         return session.initialise(message)
 
     def overview(self, now: float) -> Status:

@@ -244,7 +244,7 @@ class Service:
         shard, begun = session.shards.get(message.fragment), self._clock()
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before its InitShard. Expected that first.")
-        update = whole.buffer if whole else session.buffers.update(message, shard.groups, lasting=shard.keeps_buffers)
+        update = whole.buffer if whole else session.buffers.update(message, shard.whole, lasting=shard.keeps_buffers)
         due = shard.exchange(message, update, begun)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)

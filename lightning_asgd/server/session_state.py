@@ -109,7 +109,7 @@ class SessionState:
             raise ProtocolError(
                 f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
             )
-        if shard.tensors != message.tensors:
+        if (shard.tensors, shard.widths) != (message.tensors, message.widths):
             raise ProtocolError(f"Worker {message.worker} expects a shard of other tensors than the workers before it.")
         if self.members.elastic and shard.algorithm != message.algorithm:
             raise ProtocolError(

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table, Transform
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.layout import Groups, Role, check_form
+from lightning_asgd.layout import Groups, Role, check_form, dense
 from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
 from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server.group_rules import GroupRules, Tensors, chunks
+from lightning_asgd.server.group_rules import GroupRules, Tensors, combine_buffers
 from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.row_rules import Tables
 from lightning_asgd.server.shard_copy import ShardCopy
 from lightning_asgd.stats import Verdict
 
@@ -69,6 +70,7 @@ class Shard:
     algorithm: Algorithm
     comes_and_goes: bool = False
     tensors: Sequence[Tensors] = ()  # per group; none where no rule asks for them
+    widths: Sequence[int] = ()  # scalars of a row, of each group of tables
     version: int = 0
     weights: tuple[Tensor, ...] = ()  # none before :meth:`initialise`
     counts: _Counts = field(default_factory=_Counts)
@@ -82,6 +84,7 @@ class Shard:
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
     _rules: list[GroupRules | None] = field(default_factory=list)  # per group; None for those that are not parameters
+    _tables: Tables | None = None  # the last groups
     _largest: GroupRules | None = None  # of them
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
     _copy: ShardCopy | None = None  # for the latest snapshot
@@ -90,6 +93,10 @@ class Shard:
     _steps: int = 0
     _weights: float = 0.0  # in units of the first one
     _first: float = 0.0  # what a step of that one has trained; 0 if it is not known
+
+    def __post_init__(self) -> None:
+        self.whole = dense(self.groups)
+        """The groups that are exchanged whole."""
 
     @property
     def keeps_buffers(self) -> bool:
@@ -107,10 +114,13 @@ class Shard:
         tensors = self.tensors or [() for _ in self.groups]
         if len(tensors) != len(self.groups):
             raise ProtocolError(f"A shard of {self.groups} was laid out as {len(tensors)} groups of tensors.")
+        whole = len(self.whole)
+        self._tables = Tables(self.algorithm, whole, weights[whole:], self.widths) if self.widths else None
         self._rules = [
             GroupRules(self.algorithm, w, named) if role is Role.PARAMETER else None
-            for (role, _, _), w, named in zip(self.groups, weights, tensors, strict=True)
+            for (role, _, _), w, named in zip(self.whole, weights, tensors, strict=False)
         ]
+        self._rules += self._tables.rules if self._tables else []
         self._largest = max(filter(None, self._rules), key=lambda rules: rules.weights.numel(), default=None)
         self.weights, self.version = tuple(weights), version
         self._backups = {}
@@ -128,6 +138,8 @@ class Shard:
             self._finish_copy()
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
+            if self._tables:
+                self._tables.replaced()
             self.version = version
             self._forget_gathered()  # workers push again what these weights lack
             for rules in filter(None, self._rules):
@@ -144,6 +156,7 @@ class Shard:
         return {
             "groups": self.groups,
             "tensors": self.tensors,
+            "widths": self.widths,
             "algorithm": self.algorithm,
             "version": self.version,
             "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
@@ -156,7 +169,7 @@ class Shard:
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:
         """A shard that continues from a snapshot, with other workers."""
-        shard = cls(kept["groups"], kept["algorithm"], comes_and_goes, kept["tensors"])
+        shard = cls(kept["groups"], kept["algorithm"], comes_and_goes, kept["tensors"], kept["widths"])
         shard.initialise(kept["weights"], kept["version"])
         for rules, state, pending in zip(shard._rules, kept["state"], kept["pending"], strict=True):
             if rules is not None:
@@ -219,7 +232,7 @@ class Shard:
             raise ProtocolError(
                 f"Worker {message.worker} exchanged before the shard had weights. Expected worker 0 to initialise it."
             )
-        table, worker, asked = self.table, message.worker, _Asked(message, buffer)
+        table, worker, asked, tables = self.table, message.worker, _Asked(message, buffer), self._tables
         table.now = max(table.now, now)
         if 0 < message.batch < MAX_BATCH:
             table.batches[worker] = message.batch
@@ -227,6 +240,8 @@ class Shard:
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
+            if tables:
+                tables.check(message)
             # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
             trusted = message.shared and message.within_bounds
             last = self.latest_push.get(worker, 0)
@@ -235,13 +250,17 @@ class Shard:
             if message.seq <= last:
                 asked.verdict = Verdict.REPEATED
                 self.counts.repeated += 1
-            elif trusted or all(map(is_small_enough, buffer, self.weights)):
+            elif (trusted or all(map(is_small_enough, buffer, self.weights))) and not (
+                tables and not tables.are_small(message)
+            ):
                 self._refused.pop(worker, None)
                 asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)
                 self._take(asked, buffer)
             else:
                 asked.verdict = Verdict.REFUSED
                 self._refuse(worker)
+            if tables:
+                tables.note(message)
         if self.comes_and_goes and message.full and worker in table.resting and table.count:
             self._apply_gathered()  # the final weights of an interval hold all pushes, though others still train
         if message.rest:
@@ -296,13 +315,16 @@ class Shard:
         copy_back = message.fetch and not gatherer and not algorithm.waits
         if gatherer:
             push = replace(push, scale=scale)
-        for index, (role, _, _) in enumerate(self.groups):
+        if self._tables:
+            self._tables.push(message, push, scale, self._before)
+        for index, (role, _, _) in enumerate(self.whole):
             rules, before = self._rules[index], self._before(index)
             if rules is not None:
                 backup = self._backups[push.worker][index] if push.worker in self._backups else rules.weights
                 rules.push(update[index], push, scale, backup, copy_back=copy_back, before=before)
             else:
-                self._combine(role, index, update[index], push.weight / push.live, copy_back)
+                about = self.weights[index], update[index], push.weight / push.live
+                combine_buffers(role, *about, copy_back=copy_back, before=before)
         if gatherer:
             if message.worker not in self.table.gathered:
                 self.table.arrivals.append(self.table.now)
@@ -325,19 +347,6 @@ class Shard:
         if not self.table.count:
             self._first = share
         return share / self._first if min(share, self._first) > 0 else 1.0
-
-    def _combine(self, role: Role, index: int, update: Tensor, share: float, copy_back: bool) -> None:
-        """Groups that are not parameters: no algorithm changes how they combine."""
-        before = self._before(index)
-        for part in chunks(len(update)):
-            before(part)
-            w, u = self.weights[index][part], update[part]
-            if role is Role.LARGEST:
-                torch.maximum(w, u, out=w)
-            else:
-                w.add_(u, alpha=share)
-            if copy_back:
-                u.copy_(w)
 
     def _apply_gathered(self) -> None:
         """Apply the mean of the aggregated pushes as one update."""
@@ -389,7 +398,7 @@ class Shard:
         if message.fetch:
             self.counts.fetched += 1
             if buffer is None:
-                buffer = tuple(t.clone() for t in self.weights)
+                buffer = tuple(t.clone() for t in self.weights[: len(self.whole)])
             elif not asked.filled:
                 self._fill(asked, buffer)
             self._back_up(message.worker)
@@ -398,11 +407,13 @@ class Shard:
             period = transform.period(message.worker, self.table, period)
         weights = tuple(buffer) if buffer is not None and message.fetch and not message.shared else None
         pushes = dict(self._applied if self.table.count else self.latest_push) if message.fetch else {}
-        return Reply(self.version, asked.staleness, asked.verdict, weights, period, pushes=pushes, gain=self._gain)
+        rows = self._tables.lacking(message) if self._tables and message.fetch else ()
+        about = self.version, asked.staleness, asked.verdict, weights, rows, period
+        return Reply(*about, pushes=pushes, gain=self._gain)
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
-        for (role, _, _), weights, out in zip(self.groups, self.weights, buffer, strict=True):
+        for (role, _, _), weights, out in zip(self.whole, self.weights, buffer, strict=False):
             if not force or role is not Role.PARAMETER:
                 out.copy_(weights)
             elif asked.verdict is not Verdict.APPLIED:

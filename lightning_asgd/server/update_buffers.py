@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
-from lightning_asgd.layout import Groups, check_form, dtype_from_name
+from lightning_asgd.layout import Groups, check_form, dense, dtype_from_name
 from lightning_asgd.protocol import Exchange, InitShard, Reply
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.shared_memory import SharedBlock, attach
@@ -29,7 +29,7 @@ class Buffers:
 
     def open(self, message: InitShard) -> bool:
         """Prepare for a worker's exchanges of a fragment; returns whether they can pass through its shared memory."""
-        key, groups = (message.worker, message.fragment), message.groups
+        key, groups = (message.worker, message.fragment), dense(message.groups)
         self._fragments.add(message.fragment)
         self._codes.pop(key, None)
         if message.compression is not None:
@@ -48,7 +48,7 @@ class Buffers:
         return False
 
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
-        """The update that a message brings, in memory that the answer may be written to; None if it brings none.
+        """The update of ``groups`` that a message brings, in memory that the answer may be written to; None if none.
 
         ``lasting``: the memory must stay as it is when another message comes.
         """

@@ -101,7 +101,7 @@ class Channel:
         if push:
             local_steps = self.schedule.since_push
             self.log.seq += 1
-            self.replica.pack()
+            self.replica.pack(thorough=rest)
             self.stats.nsync = self.schedule.nsync
             speed, step_s = self.schedule.pushed(self.stats.steps, begun, rest=rest)
         if fetch:
@@ -142,9 +142,9 @@ class Channel:
         """Send the messages of an exchange that was begun."""
         begun, self.leaving = self._clock(), None
         common = None if leaving.message.common is None else self.shards.common_names(self.replica.weights)
-        leaving.futures = self.shards.exchange(leaving.message, self.log.versions, self.replica.updates(), common)
-        if leaving.message.push:
-            leaving.nbytes = self.shards.nbytes([message.update for message in self.shards.latest])
+        rows = self.replica.row_updates(push=leaving.message.push)
+        leaving.futures = self.shards.exchange(leaving.message, self.log.versions, self.replica.updates(), common, rows)
+        leaving.nbytes = self.shards.pushed_nbytes if leaving.message.push else 0
         leaving.cost_s += self._clock() - begun
         self.schedule.busy_s += leaving.cost_s
         self.log.in_flight = leaving

@@ -29,66 +29,20 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from lightning_asgd.errors import LayoutMismatchError
-from lightning_asgd.layout import Layout, Piece, Role, dtype_from_name
+from lightning_asgd.layout import Layout, Role, dense, dtype_from_name
 from lightning_asgd.numerics import is_within_bounds
+from lightning_asgd.protocol import Rows
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.worker.device_staging import lane_for
+from lightning_asgd.worker.replica_spans import Place, Span, spans_of
+from lightning_asgd.worker.row_replica import RowReplica
 
-__all__ = ["Place", "Replica", "Span", "places_of"]
-
-Place = tuple[Any, Any]
-"""Where a program keeps a tensor, which it may replace by another one: a container and its key."""
-
-# Scalars per pass: 1 MiB of float32 on a CPU, so that a temporary stays in the cache. A piece of a tensor that is not
-# larger than the second figure is put together with its neighbours first, since each pass costs some microseconds.
-_CHUNK, _SMALL = 1 << 18, 1 << 14
-_DEVICE_CHUNK, _DEVICE_SMALL = 1 << 24, 1 << 20
-_STAGED = 8  # parts of a chunk: with `offload` a span has its base, update, reply and gathered pieces on the device
-
-
-class Span:
-    """Pieces that follow each other on a server, and go through every pass together."""
-
-    def __init__(self, layout: Layout, pieces: Sequence[Piece]) -> None:
-        first = pieces[0]
-        self.server, self.group, self.offset = first.server, first.group, first.offset
-        self.role = layout.groups[first.group].role
-        self.sizes = [p.length for p in pieces]
-        self.length = sum(self.sizes)
-        self.place = slice(self.offset, self.offset + self.length)  # in its group on its server
-        self.places = [(p.tensor, slice(p.start, p.start + p.length)) for p in pieces]  # in the module's tensors
-        self.row = torch.empty(0)  # where several pieces are put together
-        self.wire = torch.empty(0)  # their part of what is sent
-        self.base = torch.empty(0)  # their part of the base
-        self.previous: Tensor | None = None  # where the previous base is kept
-
-    def of(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Its part of one tensor per server and group."""
-        return shards[self.server][self.group][self.place]
-
-
-def _spans(layout: Layout, device: torch.device, *, offload: bool) -> list[Span]:
-    most, small = (_CHUNK, _SMALL) if device.type == "cpu" else (_DEVICE_CHUNK, _DEVICE_SMALL)
-    most, small = (most // _STAGED, small // _STAGED) if offload else (most, small)
-    gathered: list[list[Piece]] = []
-    latest: dict[tuple[int, int], list[Piece]] = {}  # by server and group: small pieces, to which more may come
-    for piece in layout.pieces(most):
-        place = piece.server, piece.group
-        row = latest.pop(place, [])
-        if not row or piece.length > small or sum(p.length for p in row) + piece.length > most:
-            row = []
-            gathered.append(row)
-        row.append(piece)
-        if piece.length <= small:
-            latest[place] = row
-    return [Span(layout, row) for row in gathered]
+__all__ = ["Replica"]
 
 
 class Replica:
@@ -102,6 +56,7 @@ class Replica:
         offload: keep ``base`` in host memory, where the module is on a device with streams.
     """
 
+    _pushes_gradients = False
     _derives = True
     """Whether the weights that were fetched last are those on the wire apart from the worker's own."""
 
@@ -130,7 +85,7 @@ class Replica:
         self._base: list[tuple[Tensor, ...]] = []
         self._previous: list[tuple[Tensor, ...] | None] = []  # where the answer overwrites the update
         for server in range(layout.num_servers):
-            shard = layout.shard(server)
+            shard = dense(layout.shard(server))
             block = self.blocks[server]
             if block is not None:
                 if self._lane is not None:
@@ -138,10 +93,10 @@ class Replica:
                 self.wire.append(block.tensors)
             else:
                 self.wire.append(tuple(self._buffer(n, dtype=dtype_from_name(dtype)) for _, dtype, n in shard))
-            self._base.append(tuple(self._vector(n, dtype_from_name(d)) for _, d, n in shard))
+            self._base.append(tuple(self._vector(n, dtype_from_name(d)) for _, d, n in layout.shard(server)))
             keeps = remembers and (block is not None or not self._derives)
             self._previous.append(tuple(self._vector(n, dtype_from_name(d)) for _, d, n in shard) if keeps else None)
-        self._spans = _spans(layout, self.device, offload=self._offloads)
+        self._spans = spans_of(layout, self.device, offload=self._offloads)
         rows: dict[int, Tensor] = {}  # per group; one span's values are in it at a time
         for span in sorted((span for span in self._spans if len(span.sizes) > 1), key=lambda span: -span.length):
             like = span.of(self._base)
@@ -154,6 +109,7 @@ class Replica:
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
+        self.rows = RowReplica(layout, places, self._base, gradients=self._pushes_gradients) if layout.widths else None
 
     def drop_block(self, server: int) -> None:
         """Send by value to a server that cannot see the shared block."""
@@ -176,6 +132,10 @@ class Replica:
         """Per server, what to put into the message: the wire buffers, or None where they are shared."""
         return [None if block is not None else wire for block, wire in zip(self.blocks, self.wire, strict=True)]
 
+    def row_updates(self, *, push: bool) -> list[tuple[Rows, ...]] | None:
+        """Per server, what a message holds of each group of tables."""
+        return None if self.rows is None else self.rows.updates(push=push)
+
     def weights(self) -> list[tuple[Tensor, ...]]:
         """Per server, fresh tensors with the module's present values, to initialise the shards with."""
         shards = [
@@ -185,10 +145,15 @@ class Replica:
         with torch.no_grad():
             for r, x in self._values(write=False):
                 r.of(shards).copy_(x)
+            if self.rows is not None:
+                self.rows.weights(shards)
         return shards
 
-    def pack(self) -> None:
-        """Write the update since the last pack, merge or adopt to the wire; it is there once it has :attr:`arrived`."""
+    def pack(self, *, thorough: bool = False) -> None:
+        """Write the update since the last pack, merge or adopt to the wire; it is there once it has :attr:`arrived`.
+
+        With ``thorough`` all rows of tables are compared.
+        """
         keeps = self.remembers and not self._packed  # the first update since the latest fetch
         self.within_bounds = self.device.type == "cpu"  # else the training thread would have to wait for the device
         with torch.no_grad(), self._turn():
@@ -206,7 +171,12 @@ class Replica:
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
         for server, previous in enumerate(self._previous):
             if keeps and previous is not None:
-                self._base[server], self._previous[server] = previous, self._base[server]
+                whole = len(previous)
+                tables = self._base[server][whole:]
+                self._base[server], self._previous[server] = (*previous, *tables), self._base[server][:whole]
+        if self.rows is not None:
+            with torch.no_grad(), self._turn():
+                self.rows.pack(thorough=thorough)
         self._packed = True
 
     @property
@@ -247,14 +217,16 @@ class Replica:
         Where updates go by value, these are the base minus the update, exact up to rounding.
         """
         self.await_arrival()
-        base, previous = self._base[server], self._previous[server]
+        wire, previous = self.wire[server], self._previous[server]
+        tables = [] if self.rows is None else self.rows.fetched(server)
+        base = self._base[server][: len(wire)]
         if not self._packed:
-            return tuple(b.cpu() for b in base)
+            return *(b.cpu() for b in base), *tables
         if previous is not None:
-            return tuple(s.cpu() for s in previous)
+            return *(s.cpu() for s in previous), *tables
         roles = [role for role, _, _ in self.layout.shard(server)]
-        pairs = zip(roles, base, self.wire[server], strict=True)
-        return tuple(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs)
+        pairs = zip(roles, base, wire, strict=False)
+        return *(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs), *tables
 
     def merge(
         self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False, alone: bool = False
@@ -265,7 +237,10 @@ class Replica:
         keeps its own rounding, and its own integer buffers.
         """
         self._packed = False
-        near = answers if self._lane is None else self._lane.bring(answers, whole=not self._offloads)
+        near = answers
+        if self._lane is not None:
+            alike = [shard[: len(wire)] for shard, wire in zip(answers, self.wire, strict=True)]
+            near = self._lane.bring(alike, whole=not self._offloads)
         with torch.no_grad(), self._turn():
             for r, x in self._values(write=True):
                 answer = near[r.server][r.group][r.place]
@@ -277,6 +252,8 @@ class Replica:
                         self._merge_largest(r, x, answer, alone)
                     else:
                         Replica._merge(self, r, x, answer, pushed, fresh, alone)
+            if self.rows is not None:
+                self.rows.merge(answers, fresh=fresh, alone=alone)
 
     def distance(self, answers: Sequence[tuple[Tensor, ...]]) -> float:
         """Norm of the module's parameters minus the servers', from the answers to a push."""
@@ -286,6 +263,8 @@ class Replica:
                 if r.role is Role.PARAMETER:
                     answer = r.of(answers).to(x.device)
                     norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
+            if self.rows is not None:
+                norms += map(torch.linalg.vector_norm, self.rows.differences(answers))
         return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
 
     def accrue(self, skipped: bool | Tensor = False) -> None:
@@ -341,6 +320,8 @@ class Replica:
                         self._merge_largest(r, x, answer, alone)
                     else:
                         Replica._adopt(self, r, x, answer, park, alone)
+            if self.rows is not None:
+                self.rows.adopt(answers, alone=alone)
         if self._offloads:
             self.await_arrival()
 
@@ -360,6 +341,8 @@ class Replica:
                     Replica._go_ahead(self, r, x, answer)
                 elif not alone:
                     torch.maximum(x, answer, out=x)
+            if self.rows is not None:
+                self.rows.go_ahead(shards, answers)
         return self.read(shards)
 
     def _go_ahead(self, r: Span, x: Tensor, answer: Tensor) -> None:
@@ -374,14 +357,17 @@ class Replica:
             torch.empty(spec.shape, dtype=dtype_from_name(self.layout.groups[spec.group].dtype))
             for spec in self.layout.tensors
         ]
+        answers = answers if self.rows is None else self.rows.whole(answers)
         for p in self.layout.pieces():
             answer = answers[p.server][p.group][p.offset : p.offset + p.length]
             values[p.tensor].view(-1)[p.start : p.start + p.length].copy_(answer)
         return {spec.name: value for spec, value in zip(self.layout.tensors, values, strict=True)}
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the shared memory, and the module's gradients."""
         self.wire = []
+        if self.rows is not None:
+            self.rows.close()
         for span in self._spans:
             span.wire = span.row
         for block in self.blocks:
@@ -438,13 +424,3 @@ class Replica:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(values.view(tensor.shape))
-
-
-def places_of(module: Module, layout: Layout) -> list[Place]:
-    """Where a module keeps the tensors of a layout."""
-    places: list[Place] = []
-    for spec in layout.tensors:
-        path, _, name = spec.name.rpartition(".")
-        owner = module.get_submodule(path)
-        places.append((owner._parameters if name in owner._parameters else owner._buffers, name))
-    return places

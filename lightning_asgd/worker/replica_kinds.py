@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import Layout, Role
 from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.worker.replica import Place, Replica, Span
+from lightning_asgd.worker.replica import Replica
+from lightning_asgd.worker.replica_spans import Place, Span
 
 __all__ = ["ElasticReplica", "GradientReplica", "MixingReplica", "replica_for"]
 
@@ -22,6 +23,7 @@ class GradientReplica(Replica):
     Takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
     """
 
+    _pushes_gradients = True
     _derives = False
 
     def __init__(
@@ -47,7 +49,10 @@ class GradientReplica(Replica):
         if skipped is True:
             return
         with torch.no_grad():
-            gradients = [_flat(place[key].grad) for place, key in self._places]
+            if self.rows is not None:
+                self.rows.accrue(skipped)
+            dense = {tensor for r in self._spans for tensor, _ in r.places}
+            gradients = {tensor: _flat(self._places[tensor][0][self._places[tensor][1]].grad) for tensor in dense}
             for i, accrued in self._accrued.items():
                 r = self._spans[i]
                 for part, (tensor, where) in zip(torch.split(accrued, r.sizes), r.places, strict=True):

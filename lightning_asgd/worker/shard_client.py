@@ -13,8 +13,8 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.codec_streams import CodecState, Coded, streams
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import ServerLostError, WorkerAwayError
-from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Exchange, InitShard, Reply, Samples, ShardState, SharedRef, nbytes
+from lightning_asgd.layout import Layout, dense, nbytes_of
+from lightning_asgd.protocol import Exchange, InitShard, Reply, Rows, Samples, ShardState, SharedRef, nbytes
 from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
@@ -49,7 +49,8 @@ class ShardClient:
         self._restorable = restorable
         self.latest: list[Exchange] = []  # the messages of the latest exchange, per server
         self._allocations: list[InitShard] = []
-        self._shard_nbytes: list[int] = []
+        self._shard_nbytes: list[int] = []  # but for tables
+        self._tables = 0  # groups of tables, which are the last
         # Per server, how updates and weights are compressed; None where they are not.
         self._codes: list[CodecState | None] = [None for _ in self.connection.servers]
 
@@ -70,7 +71,9 @@ class ShardClient:
         """
         connection = self.connection
         groups = [layout.shard(s) for s in connection.servers]
-        self._shard_nbytes = [layout.shard_nbytes(s) for s in connection.servers]
+        wholes = [dense(each) for each in groups]
+        self._shard_nbytes = [nbytes_of(each) for each in wholes]
+        self._tables = len(layout.widths)
         messages = []
         for s in connection.servers:
             first = None if weights is None else weights[s]
@@ -78,7 +81,7 @@ class ShardClient:
             about = self.fragment, compression
             message = InitShard(*connection.sender, groups[s], algorithm, first, version, shared[s], *about)
             named = layout.named(s) if algorithm.knows_tensors else ()
-            messages.append(replace(message, tensors=named, restorable=self._restorable))
+            messages.append(replace(message, tensors=named, widths=layout.widths, restorable=self._restorable))
         self._allocations = [replace(message, weights=None, version=0) for message in messages]
         messages = [replace(message, in_parts=in_parts) for message in messages]
         # The coordinator knows whether these are to be a run's weights: no other server takes them before it has.
@@ -86,7 +89,7 @@ class ShardClient:
         futures = [connection.post(s, messages[s]) for s in connection.servers if s != COORDINATOR]
         others = [bool(connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1)]
         seen = [first_seen, *others]
-        self._codes = streams(compression, groups, seen)
+        self._codes = streams(compression, wholes, seen)
         return seen
 
     def allocate(self, server: int, shared: SharedRef | None) -> bool:
@@ -100,10 +103,12 @@ class ShardClient:
         base_versions: Sequence[int],
         updates: Sequence[tuple[Tensor, ...] | None],
         common: Sequence[str | None] | None = None,
+        rows: Sequence[tuple[Rows, ...]] | None = None,
     ) -> list[Future[Any]]:
         """Send every server its message of an exchange; the futures are for :meth:`replies`.
 
-        An update is None if it is in a shared block. ``common`` names the weights of the last sync point.
+        An update is None if it is in a shared block. ``common`` names the weights of the last sync point. ``rows`` are
+        what is pushed of tables, and what the worker has of them; without, all their rows are wanted.
         """
         self.latest = [
             replace(
@@ -112,6 +117,7 @@ class ShardClient:
                 update=self._encoded(s, updates[s]) if message.push else None,
                 shared=updates[s] is None,
                 common=None if common is None else common[s],
+                rows=tuple(Rows() for _ in range(self._tables)) if rows is None else rows[s],
                 fragment=self.fragment,
             )
             for s in self.connection.servers
@@ -158,17 +164,27 @@ class ShardClient:
         """Send a server a message again that it lacks."""
         return self.connection.post(server, message)
 
-    def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-        """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared."""
-        return [
+    def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Any, ...]]:
+        """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared.
+
+        Of tables they are :class:`Rows`, which come last.
+        """
+        whole: list[tuple[Any, ...]] = [
             out if reply.weights is None else self._decoded(server, reply.weights, out)
             for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
         ]
+        return [(*parts, *reply.rows) for parts, reply in zip(whole, replies, strict=True)]
 
-    def nbytes(self, shards: Sequence[Any]) -> int:
-        """Bytes of updates or weights, per server; None where they went through shared memory."""
+    @property
+    def pushed_nbytes(self) -> int:
+        """Bytes of the latest update."""
+        return self.nbytes([(message.update, message.rows) for message in self.latest])
+
+    def nbytes(self, shards: Sequence[tuple[Any, Sequence[Rows]]]) -> int:
+        """Bytes of updates or weights, per server; None where they went through shared memory. And of rows."""
         return sum(
-            whole if parts is None else nbytes(parts) for parts, whole in zip(shards, self._shard_nbytes, strict=True)
+            (whole if parts is None else nbytes(parts)) + sum(each.nbytes for each in rows)
+            for (parts, rows), whole in zip(shards, self._shard_nbytes, strict=True)
         )
 
     def record(self, exchange: InFlight, *, round_trip_s: float, wait_s: float) -> ExchangeRecord:
@@ -182,7 +198,7 @@ class ShardClient:
             round_trip_s=round_trip_s,
             wait_s=wait_s,
             bytes_pushed=exchange.nbytes,
-            bytes_fetched=self.nbytes([r.weights for r in replies]) if exchange.message.fetch else 0,
+            bytes_fetched=self.nbytes([(r.weights, r.rows) for r in replies]) if exchange.message.fetch else 0,
             local_steps=exchange.message.steps,
             shared=any(message.shared for message in self.latest),
         )

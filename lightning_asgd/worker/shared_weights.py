@@ -14,7 +14,7 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.replica import Place
+from lightning_asgd.worker.replica_spans import Place
 from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Waits
 
 __all__ = ["SharedWeights"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import Layout, Role, build_layout
+from lightning_asgd.layout import Layout, Role, build_layout, dense
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
@@ -27,8 +27,9 @@ from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients
 from lightning_asgd.worker.link_probe import measured_code
 from lightning_asgd.worker.program_gradients import ProgramGradients
-from lightning_asgd.worker.replica import Replica, places_of
+from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
+from lightning_asgd.worker.replica_spans import places_of
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
@@ -43,6 +44,7 @@ __all__ = [
     "named_state",
     "newly_trainable",
     "set_up",
+    "tables_of",
 ]
 
 
@@ -76,7 +78,8 @@ def set_up(
     trainable, buffers = exchanged_tensors(module, state)
     algorithm, num_servers = config.algorithm, len(client.connection.servers)
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
-    layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers)
+    tables = tables_of(module) if algorithm.by_rows else ()
+    layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers, tables)
     if start.layout is None:
         _check_same(collectives, layout, client.connection.worker)
     else:
@@ -99,7 +102,7 @@ def set_up(
             lambda: make_identical(collectives, named_state(module), mean=True),
             one_machine=_on_one_machine(collectives),
         )
-    parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers)
+    parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
     code = config.compression
     if isinstance(code, Auto):
         code = measured_code(client.connection, parts[0])
@@ -170,7 +173,7 @@ def _fill(
     _check_code(algorithm, part)
     # What passes through shared memory is not coded, and another machine's server could not map the block.
     apart = connection.servers if algorithm.code is not None else connection.moving if config.restorable else ()
-    blocks = [None if s in apart else shared_memory.create(part.shard(s)) for s in connection.servers]
+    blocks = [None if s in apart else shared_memory.create(dense(part.shard(s))) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
     replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
@@ -190,12 +193,26 @@ def _fill(
 
 
 def fragments_of(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], number: int, num_servers: int
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    number: int,
+    num_servers: int,
+    tables: Collection[str] = (),
 ) -> list[Layout]:
     """One layout per fragment: parameters are dealt out round-robin; buffers go with the first."""
     named = list(parameters.items())
     number = min(number, len(named))
-    return [build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers) for k in range(number)]
+    return [
+        build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers, tables) for k in range(number)
+    ]
+
+
+def tables_of(module: Module) -> list[str]:
+    """Names of the weights of which a batch has gradients for some rows only, as with ``nn.Embedding(sparse=True)``."""
+    named = {id(parameter): name for name, parameter in module.named_parameters()}
+    sparse = [each for each in module.modules() if getattr(each, "sparse", False) is True]
+    weights = [w for w in (getattr(each, "weight", None) for each in sparse) if isinstance(w, Tensor)]
+    return [named[id(w)] for w in weights if id(w) in named and w.dim() == 2 and w.numel()]
 
 
 def named_state(module: Module) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from lightning_asgd.algorithms import ASGD, EASGD, Downpour
 from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import build_layout
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import device_staging
+from lightning_asgd.worker import device_staging, replica_spans
 from lightning_asgd.worker import replica as replica_module
 from lightning_asgd.worker.device_staging import DeviceLane
 from lightning_asgd.worker.replica import Replica
@@ -65,8 +65,8 @@ def no_delays() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def many_small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "_DEVICE_CHUNK", 32)
-    monkeypatch.setattr(replica_module, "_DEVICE_SMALL", 8)
+    monkeypatch.setattr(replica_spans, "_DEVICE_CHUNK", 32)
+    monkeypatch.setattr(replica_spans, "_DEVICE_SMALL", 8)
 
 
 def until_arrived(lane: DeviceLane | None, device: LateDevice | None) -> None:
@@ -328,7 +328,7 @@ def test_offload_takes_one_chunk_of_the_device_at_most(algorithm: Algorithm | No
             peaks[offload] = device.peak - before
             replica.close()
             del replica
-    vector, chunk = 4 * 2008, 4 * replica_module._DEVICE_CHUNK
+    vector, chunk = 4 * 2008, 4 * replica_spans._DEVICE_CHUNK
     assert peaks[False] >= vector
     assert 0 < peaks[True] <= chunk < vector / 10
 

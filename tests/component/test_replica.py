@@ -13,7 +13,7 @@ from lightning_asgd.algorithms import ASGD, EASGD, Downpour
 from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.layout import Layout, Role, build_layout
 from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import replica as replica_module
+from lightning_asgd.worker import replica_spans
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import GradientReplica, replica_for
 from tests.helpers.script import bits
@@ -84,8 +84,8 @@ def cases(draw: st.DrawFn) -> Case:
     layout = build_layout(*named, servers)
     tensors = [*parameters, *buffers]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_module, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
-        patch.setattr(replica_module, "_SMALL", draw(st.sampled_from([0, 2, 1 << 14])))
+        patch.setattr(replica_spans, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
+        patch.setattr(replica_spans, "_SMALL", draw(st.sampled_from([0, 2, 1 << 14])))
         return Case(layout, tensors, Replica(layout, [(tensors, i) for i in range(len(tensors))], [None] * servers))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import Layout, build_layout
+from lightning_asgd.layout import Layout, build_layout, dense
 from lightning_asgd.protocol import InitShard, Join
 from lightning_asgd.server.service import Service
 from lightning_asgd.stats import ExchangeStats
@@ -52,6 +52,7 @@ class Cluster:
         shared: bool = False,
         measure: bool = False,
         data: WorkFeed | None = None,
+        tables: Collection[str] = (),
         **settings: Any,
     ) -> Exchanger:
         """Do for a worker what the strategy does when ``fit`` begins. Worker 0 comes first and brings the weights.
@@ -66,14 +67,15 @@ class Cluster:
             shared: whether to exchange through shared memory.
             measure: for the exchanger.
             data: for the exchanger.
+            tables: names of the parameters that are exchanged by rows.
             **settings: of :class:`ExchangeConfig`.
         """
         config = ExchangeConfig.create(**settings)
         client = self.client(rank)
         client.join()
-        layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services))
+        layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services), tables)
         tensors = {**parameters, **(buffers or {})}
-        blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(layout.num_servers)]
+        blocks = [shared_memory.create(dense(layout.shard(s))) if shared else None for s in range(layout.num_servers)]
         replica = replica_for(config.algorithm, layout, [(tensors, spec.name) for spec in layout.tensors], blocks)
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]

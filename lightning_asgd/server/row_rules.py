@@ -1,0 +1,171 @@
+"""A group of tables, whose pushes hold only the rows that a worker has changed. No network, no clock, no threads.
+
+The server notes when each row changed last. Its clock counts the messages that changed any, so a worker that names a
+moment (``Rows.at``) is sent the rows that changed since. A moment of another server, or of weights that were replaced,
+is not known here: that worker is sent all rows.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_asgd.algorithms.base import Algorithm, Push, Transform
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.numerics import is_small_enough
+from lightning_asgd.protocol import Exchange, Rows
+from lightning_asgd.server.group_rules import Before, GroupRules
+from lightning_asgd.server.shard_copy import CHUNK
+
+__all__ = ["RowRules", "Tables"]
+
+
+class Tables:
+    """The groups of tables of a shard; ``first`` is the number of the first of them, ``widths`` their rows' scalars."""
+
+    def __init__(self, algorithm: Algorithm, first: int, weights: Sequence[Tensor], widths: Sequence[int]) -> None:
+        if len(weights) != len(widths):
+            raise ProtocolError(f"A shard with {len(weights)} groups of tables was laid out with widths {widths}.")
+        self._first = first
+        self.rules = [RowRules(algorithm, *each) for each in zip(weights, widths, strict=True)]
+
+    def check(self, message: Exchange) -> None:
+        """Raise a ``ProtocolError`` unless a push holds an update of every group."""
+        if len(message.rows) != len(self.rules):
+            raise ProtocolError(
+                f"Worker {message.worker} pushed rows of {len(message.rows)} groups of tables. Expected "
+                f"{len(self.rules)}. All workers of a run must use the same module and version of this package."
+            )
+        for table, rows in zip(self.rules, message.rows, strict=True):
+            table.check(rows, message.worker)
+
+    def are_small(self, message: Exchange) -> bool:
+        """Whether an update is finite and within bounds."""
+        return all(table.are_small_enough(rows) for table, rows in zip(self.rules, message.rows, strict=True))
+
+    def note(self, message: Exchange) -> None:
+        """Have a push's rows sent to its worker, also if it was not applied: the worker expects that it was."""
+        for table, rows in zip(self.rules, message.rows, strict=True):
+            table.note(rows)
+
+    def push(self, message: Exchange, push: Push, scale: float, before: Callable[[int], Before]) -> None:
+        """Apply the rows of a push, or add them to the aggregate."""
+        for index, (table, rows) in enumerate(zip(self.rules, message.rows, strict=True), self._first):
+            table.push_rows(rows, push, scale, before(index))
+
+    def lacking(self, message: Exchange) -> tuple[Rows, ...]:
+        """The rows that a message's worker lacks."""
+        held = [rows.at for rows in message.rows] or ["" for _ in self.rules]
+        return tuple(table.lacking(at) for table, at in zip(self.rules, held, strict=True))
+
+    def replaced(self) -> None:
+        """The weights are others now."""
+        for table in self.rules:
+            table.replaced()
+
+
+class RowRules(GroupRules):
+    """One group of tables; ``width`` is the number of scalars of a row."""
+
+    def __init__(self, algorithm: Algorithm, weights: Tensor, width: int) -> None:
+        if width < 1 or weights.numel() % width:
+            raise ProtocolError(f"A group of {weights.numel()} scalars was laid out as rows of {width} each.")
+        self._table = weights.view(-1, width)
+        super().__init__(algorithm, weights)
+        self._name = secrets.token_hex(8)
+        self._now = 1
+        self._changed = torch.ones(len(self._table), dtype=torch.int64)  # when each row did
+
+    @property
+    def at(self) -> str:
+        """The name of the present weights."""
+        return f"{self._name}/{self._now}"
+
+    def check(self, rows: Rows, worker: int) -> None:
+        """Raise a ``ProtocolError`` for what cannot be rows of this table."""
+        values, numbers = rows.values, rows.numbers
+        if values is None:
+            return
+        count = len(self._table) if numbers is None else numbers.numel()
+        fits = values.dtype == self.weights.dtype and values.dim() == 1
+        fits = fits and values.numel() == count * self._table.shape[1] and values.layout == torch.strided
+        if fits and numbers is not None and count:
+            fits = numbers.dtype == torch.int32 and numbers.dim() == 1 and int(numbers[0]) >= 0
+            fits = fits and int(numbers[-1]) < len(self._table) and bool((numbers[1:] > numbers[:-1]).all())
+        if not fits:
+            raise ProtocolError(
+                f"Worker {worker} pushed {tuple(values.shape)} scalars of {values.dtype} for {count} rows. Expected "
+                f"{self._table.shape[1]} of {self.weights.dtype} for each, and ascending numbers of rows below "
+                f"{len(self._table)}. Look for a broken worker, or one of another version."
+            )
+
+    def are_small_enough(self, rows: Rows) -> bool:
+        """Whether an update is finite and within bounds."""
+        return rows.values is None or not rows.values.numel() or is_small_enough(rows.values, self.weights)
+
+    def note(self, rows: Rows) -> None:
+        """See :class:`Tables`."""
+        if rows.values is not None:
+            self._mark(self._numbers(rows))
+
+    def push_rows(self, rows: Rows, push: Push, scale: float, before: Before) -> None:
+        """See :meth:`GroupRules.push`."""
+        if rows.values is None or not rows.values.numel():
+            return
+        numbers = self._numbers(rows)
+        update = rows.values.clone().view(len(numbers), -1)  # the message may be sent again
+        for transform in self._algorithm.transforms:
+            transform.change(update.view(-1), self._table[numbers].view(-1), {}, push)
+        if scale != 1.0:
+            update.mul_(scale)
+        self._before(numbers, before)
+        if self.pending is not None:
+            self.pending.view(self._table.shape).index_add_(0, numbers, update)
+        else:
+            self._algorithm.apply_rows(self._table, numbers, update, self._slots, push)
+
+    def apply_gathered(self, weight: float, push: Push, before: Before) -> None:
+        """See :class:`GroupRules`."""
+        if self.pending is None:
+            return
+        pending = self.pending.view(self._table.shape)
+        numbers = (pending != 0).any(1).nonzero().view(-1)
+        self._before(numbers, before)
+        self._algorithm.apply_rows(self._table, numbers, pending[numbers].div_(weight), self._slots, push)
+        pending[numbers] = 0
+        self._mark(numbers)
+
+    def replaced(self) -> None:
+        """The weights are others now."""
+        self._name = secrets.token_hex(8)
+
+    def lacking(self, at: str) -> Rows:
+        """The rows that a worker lacks that has the weights of this name."""
+        name, _, moment = at.partition("/")
+        if name != self._name or not moment.isdecimal():
+            return Rows(self.weights.clone(), None, self.at)
+        numbers = (self._changed > int(moment)).nonzero().view(-1)
+        width, itemsize = self._table.shape[1], self.weights.itemsize
+        if len(numbers) * (width * itemsize + 4) >= self.weights.nbytes:  # a number takes 4 bytes
+            return Rows(self.weights.clone(), None, self.at)
+        return Rows(self._table[numbers].view(-1), numbers.to(torch.int32), self.at)
+
+    def _numbers(self, rows: Rows) -> Tensor:
+        return torch.arange(len(self._table)) if rows.numbers is None else rows.numbers.to(torch.int64)
+
+    def _mark(self, numbers: Tensor) -> None:
+        self._now += 1
+        self._changed[numbers] = self._now
+
+    def _before(self, numbers: Tensor, before: Before) -> None:
+        """Announce the change of rows."""
+        width, step = self._table.shape[1], max(1, CHUNK // self._table.shape[1])
+        for first in torch.unique(numbers // step * step).tolist():
+            before(slice(first * width, min((first + step) * width, self.weights.numel())))
+
+    def _start(self, rule: Algorithm | Transform) -> Any:
+        return rule.start(self._table) if isinstance(rule, Algorithm) else {}
