@@ -49,6 +49,7 @@ TORCH: dict[str, set[str]] = {
     "_num_workers": {"adapter.private_names"},
     "_parameters": {"worker.replica_spans"},
     "_prefetch_factor": {"adapter.private_names"},
+    "gradient._indices": {"worker.row_replica"},  # documented, for gradients that are not coalesced
     "_try_put_index": {"streams.loader_processes"},
     "owner._buffers": {"worker.replica_spans"},
     "parameter._version": {"loop.weight_changes"},  # how often a tensor was changed in place

@@ -102,8 +102,8 @@ TOOLS = {
 # 610 of the core are rules that are called tensor by tensor, Decoupled DiLoCo with its quorum, RDA, and the gain.
 # 250 of the core and 5 of the tools are the choice of a code by what the link and the codes take.
 # 1 is a file opened without pathlib. 19 are a shared loader that waits, at its end, until its batches are taken.
-# 770 of the core are tables of embeddings, of which rows are exchanged: what has changed, on workers and on servers.
-LINES = {"core": 36_384, "engines": 1_097, "tools": 9_739}
+# 815 of the core are tables of embeddings, of which rows are exchanged: what has changed, on workers and on servers.
+LINES = {"core": 36_429, "engines": 1_097, "tools": 9_739}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

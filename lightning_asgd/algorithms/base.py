@@ -329,8 +329,11 @@ class Algorithm(Configurable):
         plain = self.compressible and self.chunked and self.fragments == 1 and self.mix is None and self.code is None
         if not plain or self.keeps_state or self.knows_tensors or any(t.backup for t in self.transforms):
             return False
-        self.apply(weights := torch.ones(1), torch.zeros(1), {}, Push(live=2, lr=0.1))
-        return bool(weights == 1)
+        weights, update, push = torch.ones(1), torch.zeros(1), Push(live=2, lr=0.1)
+        for transform in self.transforms:
+            transform.change(update, weights, {}, push)
+        self.apply(weights, update, {}, push)
+        return weights.item() == 1
 
     @property
     def compressible(self) -> bool:
@@ -389,14 +392,9 @@ class Algorithm(Configurable):
         raise NotImplementedError
 
     def apply_rows(self, weights: Tensor, rows: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
-        """Change some rows of a table in place. Called only if :attr:`by_rows`.
+        """Change some rows of a table in place, if :attr:`by_rows`; see :meth:`apply`.
 
-        Args:
-            weights: shape ``(n, width)``.
-            rows: which, shape ``(k,)``, int64, each once.
-            update: what was pushed of them, shape ``(k, width)``; may be overwritten.
-            slots: what :meth:`start` returned for the weights.
-            push: see :meth:`apply`.
+        The weights have the shape ``(n, width)``, the rows' numbers ``(k,)``, each once, the update ``(k, width)``.
         """
         changed = weights[rows]
         self.apply(changed.view(-1), update.reshape(-1), slots, push)

@@ -133,6 +133,8 @@ class Downpour(Algorithm):
 
     def apply_rows(self, weights: Tensor, rows: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`."""
+        moves = update.any(1)  # workers push zeros of rows that have no gradient, to learn what servers have of them
+        rows, update = rows[moves], update[moves]
         sparse = torch.sparse_coo_tensor(rows[None], update, weights.shape, is_coalesced=True, check_invariants=False)
         self._step(sparse, slots, push)
 

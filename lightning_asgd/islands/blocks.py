@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import Groups, Layout, Piece, Role, TensorSpec, dtype_from_name
+from lightning_asgd.layout import Groups, Layout, Piece, Role, TensorSpec, nbytes_of
 
 __all__ = ["Block", "HeldRun", "PartLayout", "holders_of", "part_layout"]
 
@@ -94,9 +94,14 @@ class PartLayout:
         sizes = (sum(last - first for first, last in each) for each in self.ranges(server))
         return tuple((g.role, g.dtype, n) for g, n in zip(self.whole.groups, sizes, strict=True))
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """None: islands exchange tables as any other parameters."""
+        return ()
+
     def shard_nbytes(self, server: int) -> int:
         """Bytes that the process exchanges with a server, each way."""
-        return sum(n * dtype_from_name(dtype).itemsize for _, dtype, n in self.shard(server))
+        return nbytes_of(self.shard(server))
 
     def ranges(self, server: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per group, the ranges of the server's shard that this process exchanges."""

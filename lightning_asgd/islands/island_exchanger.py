@@ -94,7 +94,7 @@ class IslandShards(ShardClient):
 class IslandReplica:
     """The island's weights, seen as the servers' shards: every process has a replica of its part."""
 
-    within_bounds = shares_memory = False
+    within_bounds = shares_memory = lags = False
     wire: Sequence[tuple[Tensor, ...]] = ()
 
     def __init__(self, layout: Layout, part: PartExchange) -> None:

@@ -23,6 +23,8 @@ from lightning_asgd.server.shard_copy import CHUNK
 
 __all__ = ["RowRules", "Tables"]
 
+_DIGITS = 19  # of a moment, which any worker may have sent
+
 
 class Tables:
     """The groups of tables of a shard; ``first`` is the number of the first of them, ``widths`` their rows' scalars."""
@@ -34,13 +36,13 @@ class Tables:
         self.rules = [RowRules(algorithm, *each) for each in zip(weights, widths, strict=True)]
 
     def check(self, message: Exchange) -> None:
-        """Raise a ``ProtocolError`` unless a push holds an update of every group."""
-        if len(message.rows) != len(self.rules):
+        """Raise a ``ProtocolError`` unless a push holds an update of every group, and a fetch all or none."""
+        if len(message.rows) != len(self.rules) and (message.push or message.rows):
             raise ProtocolError(
                 f"Worker {message.worker} pushed rows of {len(message.rows)} groups of tables. Expected "
                 f"{len(self.rules)}. All workers of a run must use the same module and version of this package."
             )
-        for table, rows in zip(self.rules, message.rows, strict=True):
+        for table, rows in zip(self.rules, message.rows, strict=False):
             table.check(rows, message.worker)
 
     def are_small(self, message: Exchange) -> bool:
@@ -146,7 +148,7 @@ class RowRules(GroupRules):
     def lacking(self, at: str) -> Rows:
         """The rows that a worker lacks that has the weights of this name."""
         name, _, moment = at.partition("/")
-        if name != self._name or not moment.isdecimal():
+        if name != self._name or not (moment.isdecimal() and len(moment) < _DIGITS):
             return Rows(self.weights.clone(), None, self.at)
         numbers = (self._changed > int(moment)).nonzero().view(-1)
         width, itemsize = self._table.shape[1], self.weights.itemsize

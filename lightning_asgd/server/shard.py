@@ -237,11 +237,11 @@ class Shard:
         if 0 < message.batch < MAX_BATCH:
             table.batches[worker] = message.batch
             self._count(worker)
+        if tables:
+            tables.check(message)
         if message.push:
             if buffer is None:
                 raise ProtocolError(f"Worker {worker} pushed nothing: expected an update of {self.groups}.")
-            if tables:
-                tables.check(message)
             # Where memory is shared a look from here would protect from nothing: the worker may change it at any time.
             trusted = message.shared and message.within_bounds
             last = self.latest_push.get(worker, 0)

@@ -185,7 +185,7 @@ class Channel:
             log.pushes = [r.pushes for r in replies]
             log.done, log.epoch, log.pushed = replies[0].done, replies[0].epoch, []
             answers = pending.answers or self.shards.answers(replies, self.replica.wire)
-            if adopt:
+            if adopt or (refused and self._algorithm.answer is Answer.WEIGHTS):  # the steps are lost
                 self.replica.adopt(answers, park=park, alone=self._alone and park)
             else:
                 if push and merging_since >= self._measure_at:
@@ -400,7 +400,7 @@ class Exchanger:
         """Complete the exchange in flight, push the remaining steps, and mark this worker quiescent."""
         for channel in self.channels:
             yield from channel.finish(sync=True)
-            untold = channel.schedule.since_push > 0
+            untold = channel.schedule.since_push > 0 or channel.replica.lags
             if untold or self._algorithm.waits:
                 channel.start(ExchangeKind.FLUSH, push=untold, fetch=False)
                 yield from channel.finish(sync=True)

@@ -136,6 +136,11 @@ class Replica:
         """Per server, what a message holds of each group of tables."""
         return None if self.rows is None else self.rows.updates(push=push)
 
+    @property
+    def lags(self) -> bool:
+        """Whether rows of tables differ from the servers' that no gradient has told of, after a look at all."""
+        return self.rows is not None and self.rows.differ()
+
     def weights(self) -> list[tuple[Tensor, ...]]:
         """Per server, fresh tensors with the module's present values, to initialise the shards with."""
         shards = [

@@ -59,6 +59,7 @@ class WatchedTable:
         if self._watched is not None and parameter is self._watched and parameter.requires_grad:
             return True
         self.close()
+        self.touched.fill_(True)  # another object may have trained meanwhile
         if parameter.is_leaf and parameter.requires_grad:
             self._watched, self._hook = parameter, parameter.register_post_accumulate_grad_hook(self._note)
         return False
@@ -77,10 +78,15 @@ class WatchedTable:
             return gradient
         return gradient.detach().to_sparse(1)
 
+    def note_again(self) -> None:
+        """Note the rows of the present gradient, with which a step may not have been taken yet."""
+        if self._watched is not None and self._watched.grad is not None:
+            self._note(self._watched)
+
     def _note(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse and gradient.sparse_dim() == 1:
-            self.touched[gradient.coalesce().indices()[0]] = True
+            self.touched[gradient._indices()[0]] = True  # not coalesced: that would sum up the values
         else:
             self.touched.fill_(True)
 
@@ -130,17 +136,25 @@ class RowSpan:
         watched, count = self.table.watch(), len(self.base)
         if watched and not thorough and not self.table.moves:
             size = max(_LEAST, count // _WINDOWS)
-            window = torch.arange(self.window, min(self.window + size, count), device=self.base.device)
+            found = self._differing(self.window, min(self.window + size, count))
             self.window = 0 if self.window + size >= count else self.window + size
             touched = self.touched.to(self.base.device)
-            unnoticed = window[~touched[window]]
-            if not self._differing(unnoticed).numel():
-                return self._differing(touched.nonzero().view(-1))
+            if bool(touched[found].all()):
+                rows, step = touched.nonzero().view(-1), self._at_once
+                parts = [rows[start : start + step] for start in range(0, max(len(rows), 1), step)]
+                return torch.cat([part[(self.near(part) != self.base[part]).any(1)] for part in parts])
             self.table.moves = True
             log.info("Rows of %s change without a gradient: all of it is compared from now on.", self.table.name)
-        rows = torch.arange(count, device=self.base.device)
-        step = max(1, _AT_ONCE // self.base.shape[1])
-        return torch.cat([self._differing(rows[a : a + step]) for a in range(0, max(count, 1), step)])
+        return self._differing(0, count)
+
+    def remember(self, rows: Tensor, before: Tensor) -> None:
+        """Keep the base of rows that are pushed, unless they were pushed before since the latest answer."""
+        if self.packed:
+            known = torch.zeros(len(self.base), dtype=torch.bool, device=rows.device)
+            for earlier, _ in self.packed:
+                known[earlier] = True
+            rows, before = rows[~known[rows]], before[~known[rows]]
+        self.packed.append((rows, before))
 
     def before(self) -> Tensor:
         """The base as it was at the latest answer, as a vector on the CPU."""
@@ -149,8 +163,19 @@ class RowSpan:
             base[rows.cpu()] = values.cpu()
         return base
 
-    def _differing(self, rows: Tensor) -> Tensor:
-        return rows[(self.near(rows) != self.base[rows]).any(1)]
+    @property
+    def _at_once(self) -> int:
+        """Rows that are compared at a time."""
+        return max(1, _AT_ONCE // self.base.shape[1])
+
+    def _differing(self, begin: int, end: int) -> Tensor:
+        """The rows of a range in which the module differs from the base."""
+        x, found = self.x, [torch.empty(0, dtype=torch.int64, device=self.base.device)]
+        for start in range(begin, end, self._at_once):
+            part = slice(start, min(start + self._at_once, end))
+            differs = (x[part].to(self.base.device) != self.base[part]).any(1)
+            found.append(differs.nonzero().view(-1) + start)
+        return torch.cat(found)
 
 
 class RowReplica:
@@ -181,6 +206,7 @@ class RowReplica:
                 span = RowSpan(piece, self._tables[piece.tensor], piece.offset // width, part)
                 self._spans[piece.server, piece.group].append(span)
         self._sizes = {key: sum(len(span.base) for span in spans) for key, spans in self._spans.items()}
+        self._empty = {g: base[0][g].new_empty(0, device="cpu") for g in self._widths}
         self._at = dict.fromkeys(self._spans, "")
         self._updates: dict[tuple[int, int], Rows] = {}
         self._sums: dict[WatchedTable, Tensor] | None = {} if gradients else None
@@ -206,11 +232,17 @@ class RowReplica:
             before = self._sums.get(table)
             self._sums[table] = mine if before is None else before + mine
 
+    def differ(self) -> bool:
+        """Whether there are differences to push, after a thorough look."""
+        return self._sums is None and any(span.changed(thorough=True).numel() for span in self._each())
+
     def pack(self, *, thorough: bool) -> None:
         """Make the update since the last one: of the rows that may have changed, or ``thorough`` of all."""
         for (server, group), spans in self._spans.items():
             parts = [self._packed(span, thorough=thorough) for span in spans]
             self._updates[server, group] = self._form(server, group, spans, parts)
+        for table in self._tables.values():
+            table.note_again()
         if self._sums is not None:
             self._sums.clear()
 
@@ -230,6 +262,7 @@ class RowReplica:
             span.x.copy_(span.base)
         for table in self._tables.values() if not alone else ():
             table.touched.fill_(False)
+            table.note_again()
         if self._sums is not None:
             self._sums.clear()
 
@@ -280,7 +313,7 @@ class RowReplica:
 
     def _fetched(self, server: int, group: int) -> Tensor:
         parts = [span.before().view(-1) for span in self._spans[server, group]]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else self._empty[group]
 
     def _each(self) -> Iterator[RowSpan]:
         for spans in self._spans.values():
@@ -298,7 +331,7 @@ class RowReplica:
         before, x = span.base[rows], span.near(rows)
         update = x - before
         after = before + update
-        span.packed.append((rows, before))
+        span.remember(rows, before)
         span.base[rows] = after
         span.touched.fill_(False)
         span.touch(rows[(after != x).any(1)])  # what is rounded away is a part of the next push
@@ -315,7 +348,7 @@ class RowReplica:
         rows = torch.unique(torch.cat([rows, pushed]))
         update = torch.zeros(len(rows), span.base.shape[1], dtype=span.base.dtype, device=span.base.device)
         update[torch.searchsorted(rows, pushed)] = values
-        span.packed.append((rows, span.base[rows]))
+        span.remember(rows, span.base[rows])
         span.base[rows] = span.near(rows)
         span.touched.fill_(False)
         return rows, update
@@ -339,6 +372,8 @@ class RowReplica:
             for span in spans:
                 self._take_span(span, *self._of(span, rows), fresh=fresh and not alone)
             self._at[server, group] = rows.at
+        for table in self._tables.values():
+            table.note_again()
         self._updates.clear()
 
     def _of(self, span: RowSpan, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -209,7 +209,7 @@ class ShardClient:
         if any(not common.digest for common in codes):
             for code, each in zip(self._codes, weights(), strict=True):
                 if code is not None:
-                    code.common.hold(each)
+                    code.common.hold(each[: len(each) - self._tables])
         return ["" if code is None else code.common.digest for code in self._codes]
 
     def forget_residuals(self) -> None:

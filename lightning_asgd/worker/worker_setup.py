@@ -212,7 +212,7 @@ def tables_of(module: Module) -> list[str]:
     named = {id(parameter): name for name, parameter in module.named_parameters()}
     sparse = [each for each in module.modules() if getattr(each, "sparse", False) is True]
     weights = [w for w in (getattr(each, "weight", None) for each in sparse) if isinstance(w, Tensor)]
-    return [named[id(w)] for w in weights if id(w) in named and w.dim() == 2 and w.numel()]
+    return [named[id(w)] for w in weights if id(w) in named and w.dim() == 2 and w.is_contiguous() and w.numel()]
 
 
 def named_state(module: Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_asgd.algorithms import ASGD, DiLoCo, Downpour, LocalSGD, ScaleByS
 from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.errors import ConfigurationError, ProtocolError
 from lightning_asgd.layout import Role, build_layout, dense
-from lightning_asgd.protocol import Rows
+from lightning_asgd.protocol import Exchange, Rows
 from lightning_asgd.server.row_rules import RowRules
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.synchronizer import run
@@ -129,10 +130,120 @@ def test_rows_that_move_without_a_gradient_are_found_within_an_interval() -> Non
     assert torch.equal(weights, parameters["table"])
 
 
+def trained(cluster: Cluster) -> torch.Tensor:
+    """The table on the only server."""
+    session = cluster.services[0].session
+    assert session is not None
+    return session.shards[0].weights[-1].view(-1, WIDTH)
+
+
+def tall() -> dict[str, torch.Tensor]:
+    """A table that no single push compares."""
+    return {"table": torch.nn.Parameter(torch.zeros(5000, WIDTH)), "dense": torch.zeros(3)}
+
+
+def test_a_gradient_may_come_before_an_answer_and_its_step_after_it() -> None:
+    """As with accumulated gradients: an answer that is merged in between must not make the rows forgotten."""
+    cluster, parameters = Cluster(1, workers=1), tall()
+    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "overlap": True})
+    step(worker, parameters, [0], 1.0)
+    run(worker.advance())
+    torch.nn.functional.embedding(torch.tensor([4000]), parameters["table"], sparse=True).sum().backward()
+    run(worker.advance())
+    with torch.no_grad():
+        parameters["table"][4000] += 1.0
+    worker.count_step()
+    run(worker.advance())
+    run(worker.channels[0].finish())
+    assert trained(cluster)[4000].tolist() == [1.0] * WIDTH
+
+
+def test_all_is_compared_before_a_sync_point_also_if_the_last_step_was_pushed() -> None:
+    cluster, parameters = Cluster(1, workers=1), tall()
+    worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS)
+    step(worker, parameters, [4000], 1.0, told=False)
+    run(worker.advance())
+    run(worker.flush())
+    run(worker.fetch())
+    assert trained(cluster)[4000].tolist() == parameters["table"][4000].tolist() == [1.0] * WIDTH
+
+
+def test_a_parameter_that_is_replaced_is_compared_on_every_server() -> None:
+    cluster, parameters = Cluster(2, workers=1), tall()
+    worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS)
+    step(worker, parameters, [0], 1.0)
+    run(worker.advance())
+    parameters["table"] = torch.nn.Parameter(parameters["table"].detach().clone())
+    container, _ = worker.channels[0].replica._places[0]
+    container["table"] = parameters["table"]
+    step(worker, parameters, [10, 4900], 1.0, told=False)
+    run(worker.advance())
+    for service, row in zip(cluster.services, (10, 2400), strict=True):
+        assert service.session is not None
+        assert service.session.shards[0].weights[-1].view(-1, WIDTH)[row].tolist() == [1.0] * WIDTH
+
+
+def test_pushes_without_a_fetch_are_remembered_once() -> None:
+    cluster, parameters = Cluster(1, workers=1), module()
+    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "nfetch": 100})
+    replica = worker.channels[0].replica
+    for _ in range(20):
+        step(worker, parameters, [1, 2, 3], 1.0)
+    assert replica.rows is not None
+    assert sum(len(rows) for span in replica.rows._each() for rows, _ in span.packed) == 3
+
+
+@pytest.mark.parametrize("code", ["int8", "topk", "bf16"])
+@pytest.mark.parametrize("names", [("table", "dense"), ("table",)])
+def test_tables_beside_a_code(code: str, names: tuple[str, ...]) -> None:
+    cluster, parameters = Cluster(2, workers=1), {name: value for name, value in module().items() if name in names}
+    worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS, compression=code)
+    before = parameters["table"].detach().clone()
+    for rows in ([1], [2, 39]):
+        with torch.no_grad():
+            parameters["table"][rows] += 1
+        worker.count_step()
+        run(worker.advance())
+    run(worker.flush())
+    run(worker.fetch())
+    before[[1, 2, 39]] += 1
+    assert torch.equal(parameters["table"], before)
+
+
+@pytest.mark.parametrize("rows", [(Rows(), Rows()), (Rows(at="x/" + "9" * 5000),), (Rows(at="x/1"), Rows(), Rows())])
+def test_a_request_for_rows_that_cannot_be_leaves_the_others_served(rows: tuple[Rows, ...]) -> None:
+    cluster, parameters = Cluster(1, workers=1), module()
+    worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS)
+    client = worker.client
+    message = Exchange(*client.connection.sender, 1, 0, push=False, fetch=True, rows=rows)
+    with contextlib.suppress(ProtocolError):
+        client.connection.ask(0, message)
+    step(worker, parameters, [3], 1.0)
+    run(worker.advance())
+    assert torch.equal(trained(cluster), parameters["table"])
+
+
+def test_an_empty_part_of_a_table_has_its_type() -> None:
+    cluster, parameters = Cluster(3, workers=1), {"table": torch.nn.Parameter(torch.ones(1, 4, dtype=torch.bfloat16))}
+    worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS)
+    assert {worker.channels[0].replica.fetched(server)[-1].dtype for server in range(3)} == {torch.bfloat16}
+
+
+def test_a_step_of_servers_moves_no_row_without_a_gradient() -> None:
+    rules = RowRules(Downpour("adam", lr=0.1), torch.zeros(4), 2)
+    rules.push_rows(Rows(torch.ones(4)), Push(), 1.0, lambda part: None)
+    before = rules.weights.clone()
+    rules.push_rows(Rows(torch.tensor([1.0, 1.0, 0.0, 0.0])), Push(), 1.0, lambda part: None)
+    assert torch.equal(rules.weights[2:], before[2:])
+    assert not torch.equal(rules.weights[:2], before[:2])
+
+
 def test_a_push_that_is_refused_leaves_the_worker_with_the_servers_rows() -> None:
     cluster, parameters = Cluster(1, workers=1), module()
     worker = cluster.enter(0, parameters, tables=("table",), **SETTINGS)
     before = parameters["table"].detach().clone()
+    with torch.no_grad():
+        parameters["table"][20] = torch.nan  # no gradient tells
     step(worker, parameters, [4], float("nan"))
     run(worker.advance())
     assert cluster.counts("refused") == [1]

@@ -206,7 +206,9 @@ def adafactor(lab: Lab) -> Any:
 
 
 @case(
-    GROUP, "sparse embedding with `SparseAdam`", note="The embedding's weights are exchanged whole, as dense tensors."
+    GROUP,
+    "sparse embedding with `SparseAdam`",
+    note="Of the embedding's weights the rows that have changed are exchanged; in islands all.",
 )
 def sparse_adam(lab: Lab) -> Any:
     class Sparse:
