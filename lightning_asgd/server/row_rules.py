@@ -1,8 +1,8 @@
 """A group of tables, whose pushes hold only the rows that a worker has changed. No network, no clock, no threads.
 
-The server notes when each row changed last. Its clock counts the messages that changed any, so a worker that names a
-moment (``Rows.at``) is sent the rows that changed since. A moment of another server, or of weights that were replaced,
-is not known here: that worker is sent all rows.
+The server records when each row last changed, in a count of the messages that changed rows. A worker names the time of
+its rows (``Rows.at``) and is sent those that changed since. A time of another server, or from before the weights were
+replaced, is unknown here: that worker is sent all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_asgd.server.shard_copy import CHUNK
 
 __all__ = ["RowRules", "Tables"]
 
-_DIGITS = 19  # of a moment, which any worker may have sent
+_DIGITS = 19  # of a time, which any worker may have sent
 
 
 class Tables:
@@ -65,7 +65,7 @@ class Tables:
         return tuple(table.lacking(at) for table, at in zip(self.rules, held, strict=True))
 
     def replaced(self) -> None:
-        """The weights are others now."""
+        """The weights were replaced, so workers need all rows."""
         for table in self.rules:
             table.replaced()
 
@@ -142,15 +142,15 @@ class RowRules(GroupRules):
         self._mark(numbers)
 
     def replaced(self) -> None:
-        """The weights are others now."""
+        """The weights were replaced, so workers need all rows."""
         self._name = secrets.token_hex(8)
 
     def lacking(self, at: str) -> Rows:
         """The rows that a worker lacks that has the weights of this name."""
-        name, _, moment = at.partition("/")
-        if name != self._name or not (moment.isdecimal() and len(moment) < _DIGITS):
+        name, _, time = at.partition("/")
+        if name != self._name or not (time.isdecimal() and len(time) < _DIGITS):
             return Rows(self.weights.clone(), None, self.at)
-        numbers = (self._changed > int(moment)).nonzero().view(-1)
+        numbers = (self._changed > int(time)).nonzero().view(-1)
         width, itemsize = self._table.shape[1], self.weights.itemsize
         if len(numbers) * (width * itemsize + 4) >= self.weights.nbytes:  # a number takes 4 bytes
             return Rows(self.weights.clone(), None, self.at)
@@ -164,7 +164,7 @@ class RowRules(GroupRules):
         self._changed[numbers] = self._now
 
     def _before(self, numbers: Tensor, before: Before) -> None:
-        """Announce the change of rows."""
+        """Announce which rows will change."""
         width, step = self._table.shape[1], max(1, CHUNK // self._table.shape[1])
         for first in torch.unique(numbers // step * step).tolist():
             before(slice(first * width, min((first + step) * width, self.weights.numel())))

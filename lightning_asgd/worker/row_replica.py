@@ -1,13 +1,13 @@
 """A worker's copies of tables, of which only rows are exchanged.
 
-The worker has the whole table *x*, and as much again: ``base``, what it has agreed with the servers. A push holds the
-rows in which the two differ, an answer those that servers have changed since the worker's latest answer. Rows are
-found by the indices of sparse gradients, which a hook notes, and compared with their base. What moves without a
-gradient (by the momentum of an optimizer, or ``max_norm``) is found as well: each push compares a part of the table,
-and the last one before a sync point all of it. From the first such row on, a table is compared as a whole.
+The worker holds the table *x* and ``base``, the values agreed with the servers. A push holds the rows in which the two
+differ. An answer holds the rows that the servers changed since this worker's latest answer. A hook notes which rows
+have sparse gradients, and these are compared with their base. Rows may also move without a gradient, by the momentum of
+an optimizer or ``max_norm``: each push compares a part of the table, and the last one before a sync point all of it.
+From the first such row on, every push compares the whole table.
 
-A server answers every row that a push has brought. So one that was pushed and is not in the answer has not arrived, and
-the worker goes back to what it had of it.
+The servers' answer includes every row of the push. If a pushed row is missing from it, the push did not arrive, and the
+worker restores the row's earlier base.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RowSpan:
         width = self.base.shape[1]
         return slice(self.piece.start // width, (self.piece.start + self.piece.length) // width)
 
-    def near(self, rows: Tensor) -> Tensor:
+    def values_of(self, rows: Tensor) -> Tensor:
         """The module's values of some rows, where the base is."""
         return self.x[rows.to(self.table.x.device)].to(self.base.device)
 
@@ -142,7 +142,7 @@ class RowSpan:
             if bool(touched[found].all()):
                 rows, step = touched.nonzero().view(-1), self._at_once
                 parts = [rows[start : start + step] for start in range(0, max(len(rows), 1), step)]
-                return torch.cat([part[(self.near(part) != self.base[part]).any(1)] for part in parts])
+                return torch.cat([part[(self.values_of(part) != self.base[part]).any(1)] for part in parts])
             self.table.moves = True
             log.info("Rows of %s change without a gradient: all of it is compared from now on.", self.table.name)
         return self._differing(0, count)
@@ -233,7 +233,7 @@ class RowReplica:
             self._sums[table] = mine if before is None else before + mine
 
     def differ(self) -> bool:
-        """Whether there are differences to push, after a thorough look."""
+        """Whether there are differences to push, after comparing whole tables."""
         return self._sums is None and any(span.changed(thorough=True).numel() for span in self._each())
 
     def pack(self, *, thorough: bool) -> None:
@@ -328,7 +328,7 @@ class RowReplica:
         rows = span.changed(thorough=thorough)
         if self._sums is not None:
             return self._packed_gradient(span, rows, self._sums.get(span.table))
-        before, x = span.base[rows], span.near(rows)
+        before, x = span.base[rows], span.values_of(rows)
         update = x - before
         after = before + update
         span.remember(rows, before)
@@ -349,7 +349,7 @@ class RowReplica:
         update = torch.zeros(len(rows), span.base.shape[1], dtype=span.base.dtype, device=span.base.device)
         update[torch.searchsorted(rows, pushed)] = values
         span.remember(rows, span.base[rows])
-        span.base[rows] = span.near(rows)
+        span.base[rows] = span.values_of(rows)
         span.touched.fill_(False)
         return rows, update
 
@@ -402,7 +402,7 @@ class RowReplica:
             span.write(left, span.base[left])
             span.touched.fill_(False)
             return
-        before, x = span.base[rows], span.near(rows)
+        before, x = span.base[rows], span.values_of(rows)
         kept = (x != before).any(1)
         span.write(rows, torch.where(x == before, answer, x - (before - answer)))
         span.base[rows] = answer
