@@ -105,10 +105,7 @@ def two_machines(
         (a, b), (left, right) = network.names, network.interfaces
         _ip("link", "add", left, "netns", a, "type", "veth", "peer", "name", right, "netns", b)
         for name, interface in zip(network.names, network.interfaces, strict=True):
-            if mbit is not None:
-                burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes of 10 ms
-                shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", f"{queue_s * 1000:g}ms")
-                _command("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
+            _shape(name, interface, mbit, queue_s)
         _set_up(network)
         yield network
     finally:
@@ -118,8 +115,13 @@ def two_machines(
 
 
 @contextlib.contextmanager
-def machines(number: int) -> Iterator[Network]:
+def machines(number: int, mbit: float | None = None, queue_s: float = 0.1) -> Iterator[Network]:
     """Make so many namespaces, each with a cable to a switch, and remove them and their processes at the end.
+
+    Args:
+        number: of the namespaces, without that of the switch.
+        mbit: speed of every cable; see :func:`two_machines`.
+        queue_s: see there.
 
     Raises:
         RuntimeError: a command failed; the text holds its output.
@@ -139,6 +141,8 @@ def machines(number: int) -> Iterator[Network]:
             _ip("netns", "add", name)
             _ip("link", "add", interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            for place, end in ((name, interface), (switch, port)):
+                _shape(place, end, mbit, queue_s)
         _set_up(network)
         yield network
     finally:
@@ -193,6 +197,15 @@ def _set_up(network: Network) -> None:
         _ip("-n", name, "address", "add", *about)
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "link", "set", interface, "up")
+
+
+def _shape(name: str, interface: str, mbit: float | None, queue_s: float) -> None:
+    """Limit what an end of a cable sends."""
+    if mbit is None:
+        return
+    burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes of 10 ms
+    shape = ("tbf", "rate", f"{mbit}mbit", "burst", f"{burst}", "latency", f"{queue_s * 1000:g}ms")
+    _command("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
 
 
 def cut(network: Network, index: int) -> None:
