@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -87,6 +87,12 @@ rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD
 
 codes: $(VENV)/.installed-examples ## codes of exchanges: speed, loss, bytes, slow links (as root): 25 minutes; ONLY=
 	@$(RUN) benchmarks/codes.py $(if $(ONLY),--only $(ONLY))
+
+rows: $(VENV)/.installed-examples ## tables of which rows are exchanged: bytes, accuracy, slow links beside DDP (as root): 18 minutes; ONLY=
+	@$(RUN) benchmarks/rows.py $(if $(ONLY),--only $(ONLY))
+
+served: $(VENV)/.installed-examples ## embeddings that lie on the servers: killed servers, speed, equal values: 20 minutes, 11 GB of disk; ONLY=
+	@$(RUN) benchmarks/served_tables.py $(if $(ONLY),--only $(ONLY))
 
 programs: $(VENV)/.installed-examples ## other people's libraries and data sets beside one process and DDP; ONLY=<name>, PAGE=1
 	@$(RUN) -m benchmarks.programs $(if $(ONLY),--only '$(ONLY)') $(if $(PAGE),--page)

@@ -44,6 +44,10 @@ SECTIONS = {
         "Bytes per second": "traffic/bytes_per_s",
         "Steps between two": "nsync",
     },
+    "Served tables": {
+        "Rows that were not fetched": "tables/hits",
+        "Age of rows, steps": "tables/age",
+    },
 }
 OF_ALL_ONLY = {"workers/alive"}
 

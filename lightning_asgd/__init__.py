@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_asgd.loop.async_sgd import AsyncSGD
     from lightning_asgd.posterior import averaged_prediction
     from lightning_asgd.stats import ExchangeRecord, ExchangeStats
+    from lightning_asgd.worker.served_embedding import ServedEmbedding
 
 __all__ = [
     "ASGDError",
@@ -33,6 +34,7 @@ __all__ = [
     "ExchangeRecord",
     "ExchangeStats",
     "FabricASGDStrategy",
+    "ServedEmbedding",
     "SharedLoader",
     "Timeouts",
     "__version__",
@@ -50,6 +52,7 @@ _LAZY = {
     "ExchangeRecord": "lightning_asgd.stats",
     "ExchangeStats": "lightning_asgd.stats",
     "FabricASGDStrategy": "lightning_asgd.adapter.fabric_strategy",
+    "ServedEmbedding": "lightning_asgd.worker.served_embedding",
     "SharedLoader": "lightning_asgd.data_stalls.shared_loader",
     "Timeouts": "lightning_asgd.config",
     "averaged_prediction": "lightning_asgd.posterior",

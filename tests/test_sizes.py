@@ -36,6 +36,7 @@ PUBLIC = {
     "adapter.fabric_strategy.FabricASGDStrategy.__init__",
     "adapter.strategy.ASGDStrategy.__init__",
     "loop.async_sgd.AsyncSGD.__init__",
+    "worker.served_embedding.ServedEmbedding.__init__",
 }
 
 ENGINES = {*LAYERS["engines"]}
@@ -103,7 +104,8 @@ TOOLS = {
 # 250 of the core and 5 of the tools are the choice of a code by what the link and the codes take.
 # 1 is a file opened without pathlib. 19 are a shared loader that waits, at its end, until its batches are taken.
 # 815 of the core are tables of embeddings, of which rows are exchanged: what has changed, on workers and on servers.
-LINES = {"core": 36_429, "engines": 1_097, "tools": 9_739}
+# 1,650 of the core and 20 of the tools are served tables: files and journal, cache, client, module, checkpoints.
+LINES = {"core": 38_078, "engines": 1_097, "tools": 9_759}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

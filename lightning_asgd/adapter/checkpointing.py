@@ -5,14 +5,23 @@ The entries are versions, the servers' state, and every worker's optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import apply_to_collection, rank_zero_warn, tree_of
+from lightning_asgd.errors import ConfigurationError, ServerLostError, WorkerLostError
+from lightning_asgd.worker.served_embedding import ServedEmbedding
+from lightning_asgd.worker.table_clients import served
 
 __all__ = [
     "KEY",
@@ -23,9 +32,16 @@ __all__ = [
     "follow_progress",
     "progress_in",
     "progress_of",
+    "read_tables",
+    "remove_tables",
     "restart_epochs",
     "save_on_exception",
+    "tables_saved",
 ]
+
+log = logging.getLogger(__name__)
+
+_TABLES = "lightning_asgd_tables"  # a checkpoint's key of the name of its copies of served tables
 
 KEY = "lightning_asgd"
 """Its key in the checkpoint."""
@@ -36,6 +52,7 @@ class Resumption:
     """What the next fit resumes from. Reading a checkpoint fills it; a fit that begins takes its values, once."""
 
     versions: list[int] | None = None  # per server, the version to continue from; None to begin with 0
+    tables: Path | None = None  # where the checkpoint's served tables are; None if it has none
     servers: Sequence[Any] = ()  # what the servers kept beside the weights; empty if it does not fit the run
     data: Mapping[str, Any] = field(default_factory=dict)  # the part of the epoch that had been trained
 
@@ -66,6 +83,11 @@ class Resumption:
         versions, self.versions = self.versions, None
         return versions
 
+    def take_tables(self) -> Path | None:
+        """Where the served tables are, once."""
+        tables, self.tables = self.tables, None
+        return tables
+
     def take_servers(self) -> Sequence[Any]:
         """What the servers kept, once."""
         servers, self.servers = self.servers, ()
@@ -75,6 +97,65 @@ class Resumption:
         """The part of the epoch that had been trained, once."""
         data, self.data = self.data, {}
         return data
+
+
+@contextlib.contextmanager
+def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterator[None]:
+    """Write the module's served tables beside a checkpoint that is written within, and note there which they are.
+
+    Tables that were beside an earlier file of that name are removed after that. If there are no servers any more, the
+    checkpoint is written without tables.
+    """
+    tables, session = _tables_of(strategy), strategy.fit_session
+    if not tables or not strategy.is_global_zero:
+        yield
+        return
+    copy = secrets.token_hex(4)
+    try:
+        if session is not None and session.last is not None:
+            raise ServerLostError("The main process and its servers are gone.")
+        for name, table in tables.items():
+            table.save(_beside(path) / copy / name)
+        checkpoint[_TABLES] = copy
+    except (ServerLostError, WorkerLostError) as error:
+        log.warning("The checkpoint %s is written without served tables, which stay in their folders: %s", path, error)
+    yield
+    for each in _beside(path).glob("*"):
+        if each.name != copy:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def remove_tables(strategy: Any, path: Any) -> None:
+    """Remove the served tables beside a checkpoint, if this worker has removed that."""
+    if _tables_of(strategy) and strategy.is_global_zero:
+        shutil.rmtree(_beside(path), ignore_errors=True)
+
+
+def read_tables(strategy: Any, checkpoint: Mapping[str, Any], path: Any) -> Path | None:
+    """Have the module's served tables read those beside a checkpoint until a fit begins; where these are."""
+    tables = _tables_of(strategy)
+    if tables and _TABLES not in checkpoint:
+        log.warning("The checkpoint %s has no served tables: those in their folders are used as they are.", path)
+    if not tables or _TABLES not in checkpoint:
+        return None
+    folder = _beside(path) / str(checkpoint[_TABLES])
+    for name, table in tables.items():
+        table.read_from(folder / name)
+    return folder
+
+
+def _tables_of(strategy: Any) -> dict[str, ServedEmbedding]:
+    return {} if strategy.lightning_module is None else served(strategy.lightning_module)
+
+
+def _beside(checkpoint: Any) -> Path:
+    """The folder for the served tables of a checkpoint."""
+    if "://" in str(checkpoint):
+        raise ConfigurationError(
+            f"The checkpoint {checkpoint} is not a local file, and the module has served tables, which are written "
+            "beside it. Expected a path on a disk."
+        )
+    return Path(f"{os.path.realpath(checkpoint)}.tables")
 
 
 def entry_of(

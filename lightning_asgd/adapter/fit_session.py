@@ -31,6 +31,7 @@ from lightning_asgd.adapter.fixed_split import FixedSplit
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
+from lightning_asgd.adapter.look_ahead import LookAhead
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
@@ -93,8 +94,9 @@ class FitSession(Participation):
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
         self._caches = PartitionedCaches(trainer, membership)
         if membership.entry is not None:  # the others have continued since the checkpoint
-            resume.versions, resume.servers = None, ()
+            resume.versions, resume.servers, resume.tables = None, (), None
             resume.data = (membership.entry.progress or {}).get("data", {})
+        self._ahead = LookAhead(trainer) if self.tables else None
         self.synchronizer = self._set_up(resume.take_versions())
         if (servers := resume.take_servers()) and self._writes_files:
             self.synchronizer.restore(servers)
@@ -139,12 +141,25 @@ class FitSession(Participation):
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
+        self.tables.watch(trainer.optimizers)
+        self._load_tables()
+
+    def start_from_loaded(self) -> None:
+        """Have the servers take what was loaded during the fit; all workers call it."""
+        self._load_tables()
+        self.set_up_again()
+
+    def _load_tables(self) -> None:
+        """Have the servers take the tables of a checkpoint that was read; all workers call it."""
+        folder = self._resume.take_tables()
+        if self.tables and folder is not None:
+            self.tables.load(folder, asks=self._writes_files)
 
     def close(self) -> None:
         """Restore the Trainer and free the buffers."""
         for undo in self._undo:
             undo()
-        self.synchronizer.close()
+        super().close()
 
     # ------------------------------------------------------------------ every batch
 
@@ -183,6 +198,8 @@ class FitSession(Participation):
         self.data.before_batch(batch)
         if self._units.name:
             self._units.begin(batch)
+        if self._ahead is not None:
+            self._ahead.look()
 
     @contextlib.contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:

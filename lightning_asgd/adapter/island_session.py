@@ -9,6 +9,7 @@ from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.joint_decisions import Sigterm
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
 from lightning_asgd.islands.island_leases import IslandLeases
@@ -17,6 +18,7 @@ from lightning_asgd.islands.shared_leases import SharedLeases
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.table_clients import served
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import Start
 
@@ -43,6 +45,11 @@ class IslandSession(FitSession):
     ) -> None:
         self._group, self._place, self._stops_later = group, place, False
         group.on("reset non-finite state", super()._reset_nonfinite_state)
+        if served(trainer.lightning_module):
+            raise ConfigurationError(
+                f"island={trainer.strategy.options.island!r} was given, and the module has a ServedEmbedding. Expected "
+                "workers of one process each, or an Embedding(sparse=True)."
+            )
         super().__init__(trainer, membership, config, resume, units, split=False)
 
     def _leases_of_loop(self, leases: Any) -> IslandLeases:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
-from lightning_asgd.adapter.checkpointing import Resumption, is_last
+from lightning_asgd.adapter.checkpointing import Resumption, is_last, read_tables, remove_tables, tables_saved
 from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
 from lightning_asgd.adapter.engine_signals import heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
@@ -406,7 +406,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         """Load weights; during fit, after a search for a learning rate for instance, into the servers too."""
         super().load_model_state_dict(*args, **kwargs)
         if self.fit_session is not None and self.collectives.phase is Phase.SYNC:
-            self.fit_session.set_up_again()
+            self.fit_session.start_from_loaded()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint on the chief, with all workers' optimizers; between sync points with its own only."""
@@ -425,18 +425,24 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
                 self.fit_session.complete(checkpoint)
             if self._membership is not None and is_last(self.lightning_module.trainer, filepath):
                 self._membership.publish_chief_state()  # if this worker dies now, the next chief replaces the file
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            with tables_saved(self, checkpoint, filepath):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._membership is not None:
                 self._membership.publish_chief_state()
                 if self._membership.another_chief:
                     self.collectives.barrier("checkpoint")
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._resume.tables = read_tables(self, checkpoint, checkpoint_path)
         config, servers = self.options.config, self._job.num_servers
-        checkpoint.update(self._resume.read(checkpoint, self.global_rank, config.algorithm_name, servers))
-        return checkpoint
+        return {**checkpoint, **self._resume.read(checkpoint, self.global_rank, config.algorithm_name, servers)}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and the tables beside it."""
+        super().remove_checkpoint(filepath)
+        remove_tables(self, filepath)
 
     @property
     def _restores_optimizers(self) -> bool:

@@ -79,6 +79,7 @@ class LoopSession(Participation, Trainee):
         if options.total_steps is not None:
             self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
         share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
+        self.tables.watch(optimizers)
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
 
@@ -118,11 +119,6 @@ class LoopSession(Participation, Trainee):
     def in_pass(self) -> bool:
         """Whether a pass over data has begun, and has not ended."""
         return self._in_pass
-
-    @property
-    def workers(self) -> int:
-        """How many take part."""
-        return self._membership.rank_and_size[1]
 
     # ------------------------------------------------------------------ steps
 
@@ -414,7 +410,7 @@ class LoopSession(Participation, Trainee):
         self._leases.reset()
         for undo in self._undo:
             undo()
-        self.synchronizer.close()
+        super().close()
 
     # ------------------------------------------------------------------ checkpoints
 

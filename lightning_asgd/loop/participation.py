@@ -25,6 +25,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
+from lightning_asgd.worker.table_clients import TableClients
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
 
@@ -47,6 +48,7 @@ class Participation:
     Attributes:
         synchronizer: shares the worker's weights, once :meth:`_set_up` was called.
         samples: what the servers have collected of the weights, on worker 0 at the end.
+        tables: those of the module that lie on the servers.
     """
 
     synchronizer: Synchronizer
@@ -70,6 +72,9 @@ class Participation:
         self._meter: Meter | None = None  # None until metrics are collected
         self._period = 0  # steps between two exchanges, if it follows from the training
         self.samples: list[dict[str, Tensor]] = []
+        self.tables = TableClients(
+            module, lambda: membership.client.connection, lambda: 1.0 / membership.rank_and_size[1]
+        )
         collective_s = config.timeouts.collective_s
         leases = self._kind_of_leases(lambda: membership.client, timeout_s=collective_s, rejoin=self._rejoin)
         self._leases = self._leases_of_loop(leases)
@@ -80,6 +85,11 @@ class Participation:
     def optimizers(self) -> Sequence[Any]:
         """This worker's; none before they exist."""
         raise NotImplementedError
+
+    @property
+    def workers(self) -> int:
+        """How many take part."""
+        return self._membership.rank_and_size[1]
 
     def _first_progress(self) -> dict[str, Any] | None:
         """Where training begins, for workers that join meanwhile; None at the very beginning."""
@@ -106,6 +116,7 @@ class Participation:
         constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
         membership.share_first_values(synchronizer.layout, constants, self._first_progress)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
+        self.tables.attach()
         return synchronizer
 
     def _enter(self, start: Start) -> Synchronizer:
@@ -142,6 +153,7 @@ class Participation:
         if self.synchronizer.moved:  # else the module may hold other weights, which the servers do not have
             run(self.synchronizer.fetch())
         self._module.zero_grad()
+        self.tables.discard()
 
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
@@ -168,9 +180,15 @@ class Participation:
 
     # ------------------------------------------------------------------ sync points and the end
 
+    def close(self) -> None:
+        """Detach the tables and free the buffers."""
+        self.tables.close()
+        self.synchronizer.close()
+
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
         """Wait for all living workers, and give all the same bits of the weights. Returns what the reports come to."""
         membership = self._membership
+        self.tables.forget()
         return synchronize(
             membership.client,
             self._collectives,
@@ -212,7 +230,9 @@ class Participation:
 
     def measure(self, epoch: Callable[[], float]) -> Meter:
         """Start measuring what this worker trains and where its time goes."""
-        self._meter = Meter(lambda: self.synchronizer.stats, self._waited, epoch, tokens=self._tokens)
+        self._meter = Meter(
+            lambda: self.synchronizer.stats, self._waited, epoch, tokens=self._tokens, rows=self.tables.used
+        )
         return self._meter
 
     def _tokens(self) -> float:

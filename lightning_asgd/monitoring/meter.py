@@ -42,6 +42,7 @@ class Meter:
         epoch: gives the epochs trained, including the fraction of the current one.
         clock: seconds; given by tests.
         tokens: gives the tokens trained; 0 if they are not counted.
+        rows: gives how many rows of served tables were read and fetched, and their ages.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class Meter:
         epoch: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.perf_counter,
         tokens: Callable[[], float] = lambda: 0.0,
+        rows: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
         self._stats = stats
         self._waited = waited
         self._epoch = epoch
         self._tokens = tokens
+        self._rows = rows
         self._clock = clock
         self._began = time.time()
         self._zero = self._since = clock()
@@ -103,6 +106,7 @@ class Meter:
         now = self._switch(self._now)
         self._read_losses()
         waited, stats = self._standing, self._stats()
+        read, fetched, ages = self._rows()
         return WorkerMetrics(
             began=self._began,
             at_s=now - self._zero,
@@ -130,6 +134,9 @@ class Meter:
             nsync=stats.nsync,
             distance=stats.distance,
             outer_gain=stats.outer_gain,
+            rows_read=read,
+            rows_fetched=fetched,
+            row_ages=ages,
         )
 
     def _switch(self, to: str) -> float:

@@ -90,6 +90,11 @@ def _tokens_per_s(windows: Sequence[Window]) -> float | None:
     return sum(window.per_s("tokens") for window in windows) if any(window.after.tokens for window in windows) else None
 
 
+def _hits(windows: Sequence[Window]) -> float | None:
+    fetched = _ratio(["rows_fetched"], ["rows_read"])(windows)
+    return None if fetched is None else max(0.0, 1.0 - fetched)
+
+
 _WAITS = ("exchange_wait_s", "sync_wait_s", "data_wait_s")
 _BYTES = ("bytes_pushed", "bytes_fetched")
 
@@ -117,6 +122,14 @@ METRICS: dict[str, Metric] = {
         "", "part of that share: at sync points, for servers and other workers", _ratio(["sync_wait_s"], ["at_s"])
     ),
     "wait/data": Metric("", "part of that share: for data", _ratio(["data_wait_s"], ["at_s"])),
+    "tables/hits": Metric(
+        "", "share of the rows of served tables that batches used and that were not fetched for them", _hits
+    ),
+    "tables/age": Metric(
+        "steps",
+        "mean age of the rows that batches used: steps since they were fetched",
+        _ratio(["row_ages"], ["rows_read"]),
+    ),
     "nsync": Metric("steps", "current number of optimizer steps between two exchanges", _mean("nsync")),
     "outer_gain": Metric(
         "", "by how much outer momentum lengthened the servers' latest update; 1 without momentum", _mean("outer_gain")

@@ -30,7 +30,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 33
+PROTOCOL = 34
 """Version of these messages. A server rejects a worker with another version."""
 
 

@@ -7,7 +7,7 @@ other can have its number meanwhile.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.futures import Future
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.protocol import Failure
 
-__all__ = ["Completion", "PendingReplies", "failure"]
+__all__ = ["Completion", "PendingReplies", "complete_with", "failure"]
 
 
 class Completion(NamedTuple):
@@ -29,6 +29,14 @@ class Completion(NamedTuple):
 def failure(error: ASGDError) -> Failure:
     """An error as it is sent to a worker."""
     return Failure(type(error).__name__, str(error))
+
+
+def complete_with(future: Future[Any], answer: Any) -> None:
+    """Complete a future with an answer, or once that is there, if it is a future itself."""
+    if isinstance(answer, Future):
+        answer.add_done_callback(lambda done: future.set_result(done.value()))
+    else:
+        future.set_result(answer)
 
 
 class PendingReplies:
@@ -79,6 +87,10 @@ class PendingReplies:
         else:
             ids = [each for worker in workers for each in self._workers.get((kind, worker), ())]
             requests = [self._pending[each][1] for each in ids]
+        self.complete_each(requests, reply)
+
+    def complete_each(self, requests: Iterable[Any], reply: Any) -> None:
+        """Reply to some requests; see :meth:`complete`."""
         for request in requests:
             self.complete(request, reply)
 

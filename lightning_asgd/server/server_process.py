@@ -27,6 +27,7 @@ import torch
 from lightning_asgd.process_name import gone_among, this_network
 from lightning_asgd.protocol import Leave, Status, StatusRequest
 from lightning_asgd.protocol.field_types import checked
+from lightning_asgd.server.served_tables import ServedTables
 from lightning_asgd.server.service import Service
 from lightning_asgd.server.snapshot_store import Snapshots, keep
 from lightning_asgd.transports import registry
@@ -109,7 +110,7 @@ def run_server(argv: list[str] | None = None) -> int:
     try:
         kind = registry.kind_of(settings.transport)
         name = arguments.key.rpartition("/")[2][:12]
-        server = kind.serve(checked(service.handle), arguments.name, settings.interface, name)
+        server = kind.serve(checked(ServedTables(service.handle).handle), arguments.name, settings.interface, name)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
     with Rendezvous.connect(arguments.host, arguments.port, _START_S, transport=settings.transport) as rendezvous:

@@ -23,6 +23,7 @@ from lightning_asgd.protocol import (
     Exchange,
     ExchangePart,
     Failure,
+    FetchRows,
     Heartbeat,
     HeartbeatReply,
     InitPart,
@@ -34,13 +35,16 @@ from lightning_asgd.protocol import (
     LeaseRequest,
     Leave,
     LinkProbe,
+    LoadTable,
     OpenEpoch,
+    PushRows,
     RankHeld,
     ReplayDone,
     Reply,
     Request,
     RunMetadata,
     Samples,
+    SaveTable,
     ShardState,
     StateReport,
     StatusRequest,
@@ -48,7 +52,7 @@ from lightning_asgd.protocol import (
 from lightning_asgd.server.epoch_history import Ranges
 from lightning_asgd.server.island_parts import CompleteExchange
 from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.pending_replies import Completion, PendingReplies, failure
+from lightning_asgd.server.pending_replies import Completion, PendingReplies, complete_with, failure
 from lightning_asgd.server.server_state import ASK_AGAIN, ServerState
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard_copy import complete
@@ -101,6 +105,8 @@ class Service:
             StatusRequest: lambda _: self.state.overview(self._clock()),
             Samples: lambda message: self._current(message.session).samples,
             ShardState: lambda message: self._current(message.session).shard_state(message),
+            PushRows: lambda message: self._member(message) and None,  # its worker may; see `ServedTables`
+            **dict.fromkeys((FetchRows, SaveTable, LoadTable), lambda m: self._heard(m.session, m.worker) and None),
         }
 
     @property
@@ -111,7 +117,7 @@ class Service:
     def handle(self, message: Any) -> Any:
         """Return a reply, a :class:`Failure`, or a future of either. Raises for nothing that a message can cause."""
         with self._lock:
-            self._changed = self._changed or not isinstance(message, StatusRequest)
+            self._changed = self._changed or not isinstance(message, StatusRequest | FetchRows | PushRows)
             handler, session = self._handlers.get(type(message)), self.session
             try:
                 if handler is None:
@@ -360,8 +366,7 @@ class Service:
             self.state.recovery.reset()
             self._admit_waiting()
             return
-        for request in waiting:
-            self._pending.complete(request, self.state.registry.lost)
+        self._pending.complete_each(waiting, self.state.registry.lost)
 
     def _members_changed(self, session: SessionState) -> None:
         """Tell every state machine who takes part now, and complete what that makes due."""
@@ -370,8 +375,8 @@ class Service:
         leases = self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up, changed)
         self._complete([*session.members_changed(changed), *leases])
         if members.aborted:
-            for request in self._pending.of(*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone):
-                self._pending.complete(request, WorkerLostError(members.aborted))
+            kinds = (*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone)
+            self._pending.complete_each(self._pending.of(*kinds), WorkerLostError(members.aborted))
         self._recover(session)
 
     def _recover(self, session: SessionState) -> None:
@@ -392,12 +397,7 @@ class Service:
         for message in self._pending.of(*_EXCHANGES):
             if message not in self._pending:
                 continue  # one before it ended the session
-            future = self._pending.take(message)
-            answer = self.handle(message)
-            if isinstance(answer, Future):
-                answer.add_done_callback(lambda done, future=future: future.set_result(done.value()))  # type: ignore[misc]
-            else:
-                future.set_result(answer)
+            complete_with(self._pending.take(message), self.handle(message))  # which may add it again
 
     def _separate(self, session: SessionState) -> None:
         """Fail requests of workers that wait for each other, some in a collective and the rest for data.

@@ -141,6 +141,13 @@ def test_the_gan_finds_the_ring_and_saves_a_picture(start: Start, tmp_path: Path
 
 
 @pytest.mark.timeout(300)
+def test_a_recommender_learns_with_its_tables_on_the_servers(start: Start, tmp_path: Path) -> None:
+    output = run(start, tmp_path, "recommender.py", "--fast", "--strategy", "asgd_fork")
+    accuracy, best = numbers(r"accuracy ([\d.]+) on held-out clicks; the hidden model has ([\d.]+)", output)
+    assert best - 0.05 < accuracy < best  # 0.5 is what saying always the same comes to
+
+
+@pytest.mark.timeout(300)
 def test_the_posterior_s_band_holds_the_data_and_widens_in_the_gap(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "bayesian.py", "--fast")
     covered, error = numbers(r"([\d.]+) of new observations within the band; error of the mean ([\d.]+)", output)
