@@ -27,7 +27,8 @@ from lightning_asgd.report.faults import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
-COUNTED = {"tokens_per_s", "outer_gain"}  # only with units="tokens", and with DiLoCo
+# Only with units="tokens", with DiLoCo, and with served tables.
+COUNTED = {"tokens_per_s", "outer_gain", "tables/hits", "tables/age"}
 NAMES = {f"asgd/{name}" for name in set(METRICS) - COUNTED} | {"asgd/workers/alive"}
 
 

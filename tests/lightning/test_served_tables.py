@@ -110,8 +110,11 @@ def test_checkpoints_have_the_table_beside_them(tmp_path: Path) -> None:
 def test_a_second_fit_continues_with_the_table_and_not_with_the_checkpoint(tmp_path: Path) -> None:
     module = Counter(tmp_path / "table")
     module.table.lr = 1.0  # there is one worker
-    fit = trainer(tmp_path, ASGDStrategy(nsync=4), devices=1, max_epochs=1)
+    logger = pl.loggers.CSVLogger(tmp_path, name="csv", version="v")
+    fit = trainer(tmp_path, ASGDStrategy(nsync=4), devices=1, max_epochs=1, logger=logger)
     fit.fit(module, loader())
+    (head, *_) = (tmp_path / "csv" / "v" / "metrics.csv").read_text().splitlines()
+    assert {"asgd/tables/hits", "asgd/tables/age"} < {*head.split(",")}
     fit.save_checkpoint(tmp_path / "one.ckpt")
     fit.save_checkpoint(tmp_path / "one.ckpt")
     assert len(os.listdir(tmp_path / "one.ckpt.tables")) == 1
