@@ -141,7 +141,7 @@ def loader(clicks: Clicks, batch: int) -> DataLoader[Any]:
 
 @torch.no_grad()
 def accuracy(net: ClickNet, clicks: Clicks) -> float:
-    """The share of samples of which the more probable outcome is the one that was drawn."""
+    """The share of samples whose outcome the model predicts."""
     right = 0
     for samples in torch.arange(len(clicks.users)).split(AT_ONCE):
         users, items, clicked = clicks.of(samples)

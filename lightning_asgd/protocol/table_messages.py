@@ -70,7 +70,7 @@ class PushRows(TableRequest):
 
 @dataclass(frozen=True)
 class SaveTable(TableRequest):
-    """Have a server copy its part of the table to another folder; answered with the number of bytes."""
+    """Have a server copy its part of the table to another folder."""
 
     to: str
 

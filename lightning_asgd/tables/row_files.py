@@ -148,9 +148,10 @@ class RowFiles:
             at += len(part)
         self._apply(numbers, records, *fields[2:])
 
-    def save(self, folder: Path) -> int:
-        """Copy the files to another folder; returns the number of bytes copied."""
-        return sum(copy_file(self._path(end), folder / f"{self._name}{end}") for end in COPIED)
+    def save(self, folder: Path) -> None:
+        """Copy the files to another folder."""
+        for end in COPIED:
+            copy_file(self._path(end), folder / f"{self._name}{end}")
 
     def load(self, folder: Path) -> None:
         """Replace the contents with those of another folder."""
@@ -206,8 +207,8 @@ class RowFiles:
         self._apply(numbers, torch.frombuffer(bytearray(values), dtype=torch.float32).view(-1, columns), *fields[2:])
 
 
-def copy_file(source: Path, target: Path) -> int:
-    """Copy a file piece by piece, keeping its holes; the target is there once it is whole. Returns the bytes copied.
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file piece by piece, keeping its holes; the target is there once it is whole.
 
     Raises a ``ConfigurationError`` if it would be copied to itself, or if the disk is full.
     """
@@ -218,11 +219,10 @@ def copy_file(source: Path, target: Path) -> int:
         size = os.fstat(reader.fileno()).st_size
         try:
             writer.truncate(size)
-            copied = _copy(reader.fileno(), writer.fileno(), size)
+            _copy(reader.fileno(), writer.fileno(), size)
         except OSError as error:
             raise ConfigurationError(f"{source} could not be copied to {target}: {error}. Expected space.") from error
     partial.replace(target)
-    return copied
 
 
 def _overwrite(source: Path, target: Path) -> None:
@@ -238,14 +238,12 @@ def _overwrite(source: Path, target: Path) -> None:
             _write(writer.fileno(), _read(reader.fileno(), begin, at), begin)
 
 
-def _copy(reader: int, writer: int, size: int) -> int:
-    """Copy what is not a hole; the number of bytes."""
-    copied, at = 0, 0
+def _copy(reader: int, writer: int, size: int) -> None:
+    """Copy what is not a hole."""
+    at = 0
     while (begin := _data_from(reader, at, size)) < size:
         at = min(os.lseek(reader, begin, os.SEEK_HOLE), begin + _AT_ONCE)
         _write(writer, _read(reader, begin, at), begin)
-        copied += at - begin
-    return copied
 
 
 def _data_from(file: int, at: int, size: int) -> int:

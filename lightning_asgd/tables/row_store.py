@@ -125,10 +125,10 @@ class RowStore:
                 self._files.write(numbers, records, client, seq)
         return replace(self.read(numbers), rejected=rejected)
 
-    def save(self, folder: str) -> int:
-        """Copy this part to another folder; returns the number of bytes copied."""
+    def save(self, folder: str) -> None:
+        """Copy this part to another folder."""
         claim_folder(Path(folder), {**_description(self.table), "servers": self.servers})
-        return self._files.save(Path(folder))
+        self._files.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Replace this part with a copy of it. Raises a ``ConfigurationError`` if that is of another table."""

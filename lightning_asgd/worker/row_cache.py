@@ -31,9 +31,7 @@ class RowCache:
     def missing(self, numbers: Tensor, step: int) -> Tensor:
         """Which of these rows have to be fetched."""
         found, slots = self._find(numbers)
-        fresh = found.clone()
-        fresh[found] = step - self._fetched[slots] < self._max_age
-        return numbers[~fresh]
+        return self._missing(numbers, found, step - self._fetched[slots])
 
     def read(self, numbers: Tensor, step: int, out: Tensor) -> tuple[Tensor, int]:
         """Copy the rows that are cached to ``out``, shape ``(k, width)``.
@@ -44,10 +42,7 @@ class RowCache:
         self._used[slots] = step
         out[found] = self._values[slots]
         ages = step - self._fetched[slots]
-        young = ages < self._max_age
-        fresh = found.clone()
-        fresh[found] = young
-        return numbers[~fresh], int(ages[young].sum())
+        return self._missing(numbers, found, ages), int(ages[ages < self._max_age].sum())
 
     def put(self, numbers: Tensor, values: Tensor, step: int) -> None:
         """Cache fetched rows; if there are too many, they replace those that were used least recently."""
@@ -71,6 +66,12 @@ class RowCache:
         """Forget all rows."""
         self._free = torch.arange(len(self._values))
         self._numbers, self._slots = self._numbers[:0], self._slots[:0]
+
+    def _missing(self, numbers: Tensor, found: Tensor, ages: Tensor) -> Tensor:
+        """Which rows are not cached, or too old; ``ages`` are those of the cached ones."""
+        fresh = found.clone()
+        fresh[found] = ages < self._max_age
+        return numbers[~fresh]
 
     def _find(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Which of some rows are cached, and the slots of these."""

@@ -37,7 +37,7 @@ def spec(folder: Path, **changes: Any) -> TableSpec:
 
 
 class Servers:
-    """So many servers, which a session of so many workers has joined."""
+    """Servers with one session, which all of its workers have joined."""
 
     def __init__(self, servers: int = 1, workers: int = 1) -> None:
         self.services = [Service(lambda: 0.0) for _ in range(servers)]
