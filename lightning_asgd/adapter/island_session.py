@@ -61,22 +61,25 @@ class IslandSession(FitSession):
         return set_up_island(*about, self._config, self._training, start)
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
-        meet, mine = super()._meet, replace(mine, should_stop=self._group.any(mine.should_stop))
+        meet, mine = super()._meet, replace(mine, should_stop=self.any_stops(mine.should_stop))
         return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
 
     def end_batch(self) -> None:
-        """Adopt a stop or SIGTERM of any process. Raises a ``RuntimeError`` unless all have taken as many steps."""
+        """Adopt a stop or SIGTERM of all processes, or of any after the batch before.
+
+        Raises a ``RuntimeError`` unless all have taken as many steps.
+        """
         steps = self.synchronizer.stats.steps
         trainer, wishes = self._trainer, self._trainer.should_stop or self._stops_later
         stops, ends = self._group.end_batch(wishes, self.sigterm.came, steps)
-        # A signal handler may have set it meanwhile: then it counts for the next batch, as all have to stop together.
+        # What only some wish counts for the next batch, as all have to stop together.
         self._stops_later, trainer.should_stop = trainer.should_stop and not stops, stops
         if ends:
             self.sigterm.end_fit()
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any process of the island is to stop."""
-        return self._group.any(should_stop)
+        return self._group.any(should_stop or self._stops_later)
 
     @property
     def _writes_files(self) -> bool:

@@ -58,6 +58,9 @@ class IslandGroup:
         """What the first process has reported at the end of the latest call of :meth:`share`, by name."""
         self._later: list[_Order] = []  # that are sent to the others with the next message
         self._shares = False  # whether the first process is within `share`
+        self._votes = torch.tensor([0, 0, 1, 1, 0, 0])  # after the latest batch; see `end_batch`
+        self._steps = 0  # of this process until then
+        self._voting: Any = None  # until all have voted
 
     @property
     def leads(self) -> bool:
@@ -78,10 +81,12 @@ class IslandGroup:
     def share(self, call: Callable[[], T]) -> T:
         """What ``call`` returns or raises on the first process. The others do not call it.
 
-        Raises a ``RuntimeError`` on a process that shares another function than the first one.
+        Raises a ``RuntimeError`` on a process that shares another function than the first one, and on all if they have
+        taken different numbers of optimizer steps.
         """
         if self._shares:  # the others are obeying already
             return call()
+        self._counted()  # processes that have taken other steps would share other calls
         name = call.__qualname__
         if not self.leads:
             return self._follow(name)  # type: ignore[no-any-return]
@@ -117,20 +122,35 @@ class IslandGroup:
         return bool(flag)
 
     def end_batch(self, stops: bool, ends: bool, steps: int) -> tuple[bool, bool]:
-        """Whether training stops, and whether the fit ends, on any process. All call it together, after every batch.
+        """Whether training stops, and whether the fit ends. All call it together, after every batch.
 
-        Raises a ``RuntimeError`` unless all have taken as many optimizer steps.
+        What all processes wish happens after this batch, and what only some wish after the next one: they learn of it
+        while that batch is trained, so no process waits for others that are behind.
+
+        Raises a ``RuntimeError`` unless all have taken as many optimizer steps, at the next call or shared call.
         """
-        met = torch.tensor([int(stops), int(ends), steps, -steps])
-        dist.all_reduce(met, dist.ReduceOp.MAX, group=self._group)
-        any_stops, any_ends, most, least = met.tolist()
+        some_stop, some_end, _, _ = self._counted()
+        self._steps = steps
+        self._votes = torch.tensor([stops, ends, not stops, not ends, steps, -steps], dtype=torch.int64)
+        self._voting = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if not stops and not ends:
+            return some_stop, some_end
+        _, _, all_stop, all_end = self._counted()  # where all wish it, all count now
+        return some_stop or all_stop, some_end or all_end
+
+    def _counted(self) -> tuple[bool, bool, bool, bool]:
+        """Whether some processes wished to stop and to end the fit after the latest batch, and whether all did."""
+        if self._voting is not None:
+            self._voting.wait()
+            self._voting = None
+        stop, end, go_on, fit_on, most, least = self._votes.tolist()
         if most != -least:
             raise RuntimeError(
-                f"Process {self.rank} of this island has taken {steps} optimizer steps in this fit, and others between "
-                f"{-least} and {most}. Expected the same steps on all processes of an island: decide about a step with "
-                "a value that all of them have, such as a reduced one."
+                f"Process {self.rank} of this island has taken {self._steps} optimizer steps in this fit, and others "
+                f"between {-least} and {most}. Expected the same steps on all processes of an island: decide about a "
+                "step with a value that all of them have, such as a reduced one."
             )
-        return bool(any_stops), bool(any_ends)
+        return bool(stop), bool(end), not go_on, not fit_on
 
     def all(self, decision: bool) -> bool:
         """Whether it is true on every process. All call it together, also within an order."""

@@ -53,8 +53,7 @@ class RowCache:
         self._make_room(len(new))
         slots, self._free = self._free[: len(new)], self._free[len(new) :]
         self._set(slots, values, step)
-        self._numbers, order = torch.cat([self._numbers, new]).sort()
-        self._slots = torch.cat([self._slots, slots])[order]
+        self._add(new, slots)
 
     def refresh(self, numbers: Tensor, values: Tensor, step: int) -> None:
         """Update the values of those rows that are cached."""
@@ -80,6 +79,20 @@ class RowCache:
         places = torch.searchsorted(self._numbers, numbers).clamp_(max=len(self._numbers) - 1)
         found = self._numbers[places] == numbers
         return found, self._slots[places[found]]
+
+    def _add(self, numbers: Tensor, slots: Tensor) -> None:
+        """Merge new rows into the ascending ones: sorting all of them again would take most of a step."""
+        places = torch.searchsorted(self._numbers, numbers).add_(torch.arange(len(numbers)))
+        there = torch.ones(len(self._numbers) + len(numbers), dtype=torch.bool)
+        there[places] = False
+        before = there.nonzero().flatten()
+
+        def merged(present: Tensor, added: Tensor) -> Tensor:
+            both = torch.empty(len(there), dtype=torch.int64)
+            both[places], both[before] = added, present
+            return both
+
+        self._numbers, self._slots = merged(self._numbers, numbers), merged(self._slots, slots)
 
     def _set(self, slots: Tensor, values: Tensor, step: int) -> None:
         self._values[slots] = values

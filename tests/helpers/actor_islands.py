@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_asgd.islands.island_group import IslandGroup
@@ -35,6 +36,7 @@ class ActorGroup(IslandGroup):
         self.rank, self.size = rank, talk.size
         self.known = {}
         self._orders, self._facts, self._later, self._shares = {}, {}, [], False
+        self._votes, self._voting = torch.tensor([0, 0, 1, 1, 0, 0]), None
         self._talk = talk
         self._heard = 0
         self._meetings: Counter[Any] = Counter()

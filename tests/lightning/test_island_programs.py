@@ -31,9 +31,23 @@ class StopsLater(Net):
 class StopsAtOnce(Net):
     """The second process alone stops, after its third batch."""
 
+    batch, who = 2, (1,)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (self.global_rank, batch_idx) == (1, 2):
+        if self.global_rank in self.who and batch_idx == self.batch:
             self.trainer.should_stop = True
+
+
+class AllStop(StopsAtOnce):
+    """All processes stop after their third batch."""
+
+    who = (0, 1)
+
+
+class StopsAfterLastBatch(StopsAtOnce):
+    """The second process alone stops, after the epoch's last batch."""
+
+    batch = SAMPLES // BATCH // 2 - 1
 
 
 class Experts(Net):
@@ -73,7 +87,9 @@ class Peeks(Net):
             self.net(torch.zeros(1, 8))
 
 
-KINDS = {kind.__name__: kind for kind in (StopsLater, StopsAtOnce, Experts, SkipsSteps, Peeks)}
+KINDS = {
+    kind.__name__: kind for kind in (StopsLater, StopsAtOnce, AllStop, StopsAfterLastBatch, Experts, SkipsSteps, Peeks)
+}
 
 
 def train(*about: Any, **more: Any) -> None:
@@ -107,9 +123,12 @@ def test_all_processes_stop_if_one_of_them_wants_to(start: Any) -> None:
         assert each["step"] == SAMPLES // BATCH // 2
 
 
-def test_all_processes_stop_after_the_batch_in_which_one_of_them_wants_to(start: Any) -> None:
-    for each in start("a", "StopsAtOnce", "DDP", epochs=5).results("a"):
-        assert each["step"] == 3
+@pytest.mark.parametrize(
+    ("program", "steps"), [("AllStop", 3), ("StopsAtOnce", 4), ("StopsAfterLastBatch", SAMPLES // BATCH // 2)]
+)
+def test_all_processes_stop_after_the_batch_of_their_wish_or_the_next_one(start: Any, program: str, steps: int) -> None:
+    for each in start("a", program, "DDP", epochs=5).results("a"):
+        assert each["step"] == steps
 
 
 def test_parameters_that_only_one_process_has_are_refused_by_name(start: Any) -> None:
