@@ -81,7 +81,7 @@ class RowCache:
         return found, self._slots[places[found]]
 
     def _add(self, numbers: Tensor, slots: Tensor) -> None:
-        """Merge new rows into the ascending ones: sorting all of them again would take most of a step."""
+        """Merge new rows into the ascending ones, which takes less than sorting all of them again."""
         places = torch.searchsorted(self._numbers, numbers).add_(torch.arange(len(numbers)))
         there = torch.ones(len(self._numbers) + len(numbers), dtype=torch.bool)
         there[places] = False
