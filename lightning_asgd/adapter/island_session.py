@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.joint_decisions import Sigterm
@@ -61,6 +62,8 @@ class IslandSession(FitSession):
         return set_up_island(*about, self._config, self._training, start)
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
+        if self._any_has_sigterm():
+            self.sigterm.end_fit()
         meet, mine = super()._meet, replace(mine, should_stop=self.any_stops(mine.should_stop))
         return self._group.share(lambda: meet(name, mine, all_have_pushed=all_have_pushed))
 
@@ -76,6 +79,14 @@ class IslandSession(FitSession):
         self._stops_later, trainer.should_stop = trainer.should_stop and not stops, stops
         if ends:
             self.sigterm.end_fit()
+
+    def _agree_to_stop(self) -> None:
+        super()._agree_to_stop()
+        if self._any_has_sigterm():  # since Lightning has looked; there may be no further batch
+            raise private_names.sigterm.imported(self._trainer.strategy.tree)
+
+    def _any_has_sigterm(self) -> bool:
+        return self._group.any(self.sigterm.came)
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any process of the island is to stop."""

@@ -178,7 +178,9 @@ class Sigterm:
         private_names.sigterm_came.set(self._trainer, True)
 
     def undo(self) -> None:
-        """Leave the signal to Lightning again."""
+        """Leave the signal to Lightning again, also one that came after the last decision."""
+        if self.came:
+            self.end_fit()
         for each in self._undo:
             each()
 

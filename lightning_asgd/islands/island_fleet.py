@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.island_group import IslandGroup, picklable
 from lightning_asgd.islands.island_synchronizer import IslandSynchronizer
 from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
@@ -61,7 +61,7 @@ class IslandFleet(ElasticFleet):
         super().__init__(job, config, policy, board, shell)
         group.on("files", self._shell.adopt_checkpoint_states)
         group.report("chief has changed", lambda: self.attachment.outdated)
-        group.report("error", lambda: None if self._heartbeat is None else self._heartbeat.error)
+        group.report("error", lambda: None if self._heartbeat is None else picklable(self._heartbeat.error, 0))
 
     def _find(self) -> None:
         """Connect the first process to the run's servers."""

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_asgd.numerics import checksum
 
-__all__ = ["IslandGroup"]
+__all__ = ["IslandGroup", "picklable"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException | None)
 
 _SHORT = 8192  # bytes of a message that are sent without another message about its length
 
@@ -94,19 +95,20 @@ class IslandGroup:
         try:
             value = call()
             self.known = {name: fact() for name, (fact, _) in self._facts.items()}
+            outcome = self._packed(_Outcome(name, value, known=self.known))
         except BaseException as error:
-            self._tell(_Outcome(name, error=_picklable(error, self.rank)))
+            self._send(self._packed(_Outcome(name, error=picklable(error, self.rank))))
             raise
         finally:
             self._shares = False
-        self._tell(_Outcome(name, value, known=self.known))
+        self._send(outcome)
         return value
 
     def order(self, name: str, *arguments: Any) -> None:
         """Have every process do something, this first one too. To be called within :meth:`share`."""
         if not self._shares:
             raise RuntimeError(f"The order {name!r} was given outside of share(): no process is listening.")
-        self._tell(_Order(name, arguments))
+        self._send(self._packed(_Order(name, arguments)))
         self._orders[name](*arguments)
 
     def order_later(self, name: str, *arguments: Any) -> None:
@@ -130,6 +132,8 @@ class IslandGroup:
         Raises a ``RuntimeError`` unless all have taken as many optimizer steps, at the next call or shared call.
         """
         some_stop, some_end, _, _ = self._counted()
+        if some_end:  # on all: none waits for a vote that others, which raise now, may not finish
+            return some_stop, True
         self._steps = steps
         self._votes = torch.tensor([stops, ends, not stops, not ends, steps, -steps], dtype=torch.int64)
         self._voting = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -144,13 +148,24 @@ class IslandGroup:
             self._voting.wait()
             self._voting = None
         stop, end, go_on, fit_on, most, least = self._votes.tolist()
-        if most != -least:
+        self._compare(most, -least)
+        return bool(stop), bool(end), not go_on, not fit_on
+
+    def expect_same_steps(self, steps: int) -> None:
+        """Raise a ``RuntimeError`` unless all processes have taken as many optimizer steps. All call it together."""
+        self._counted()
+        counts = torch.tensor([steps, -steps])
+        dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._group)
+        self._steps = steps
+        self._compare(int(counts[0]), -int(counts[1]))
+
+    def _compare(self, most: int, least: int) -> None:
+        if most != least:
             raise RuntimeError(
                 f"Process {self.rank} of this island has taken {self._steps} optimizer steps in this fit, and others "
-                f"between {-least} and {most}. Expected the same steps on all processes of an island: decide about a "
+                f"between {least} and {most}. Expected the same steps on all processes of an island: decide about a "
                 "step with a value that all of them have, such as a reduced one."
             )
-        return bool(stop), bool(end), not go_on, not fit_on
 
     def all(self, decision: bool) -> bool:
         """Whether it is true on every process. All call it together, also within an order."""
@@ -162,7 +177,7 @@ class IslandGroup:
         """The error of the first process that has one; None if none has. All call it together, within an order."""
         if self.all(error is None):
             return None
-        met = self.gather(None if error is None else _picklable(error, self.rank))
+        met = self.gather(None if error is None else picklable(error, self.rank))
         return next(each for each in met if each is not None)
 
     def gather(self, value: T) -> list[T]:
@@ -226,12 +241,12 @@ class IslandGroup:
                         self._facts[name][1](fact)
                     return got.value
 
-    def _tell(self, message: Any) -> None:
-        later, self._later = self._later, []
-        self._send([*later, message])
+    def _packed(self, message: Any) -> bytes:
+        data = pickle.dumps([*self._later, message])
+        self._later = []
+        return data
 
-    def _send(self, message: Any) -> None:
-        data = pickle.dumps(message)
+    def _send(self, data: bytes) -> None:
         head = torch.zeros(_SHORT, dtype=torch.uint8)
         head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -252,8 +267,8 @@ class IslandGroup:
         return pickle.loads(data)
 
 
-def _picklable(error: BaseException, rank: int) -> BaseException:
-    """The error as the other processes raise it."""
+def picklable(error: E, rank: int) -> E | RuntimeError:
+    """The error of a process as the others raise it; None if it is None."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

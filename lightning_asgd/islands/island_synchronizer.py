@@ -142,7 +142,8 @@ class IslandSynchronizer(Synchronizer):
         return self._together(look)
 
     def flush(self) -> Waits:
-        """Complete the exchange in flight and push the rest."""
+        """Complete the exchange in flight and push the rest, of which each process has a part."""
+        self._group.expect_same_steps(self.stats.steps)
         return self._together(lambda exchanger: exchanger.flush())
 
     def fetch(self, *, park: bool = False) -> Waits:

@@ -237,6 +237,9 @@ class OneProcess:
         self.known = {name: fact() for name, fact in self.facts.items()}
         return result
 
+    def expect_same_steps(self, steps: int) -> None:
+        pass
+
     def gather(self, mine: Any) -> list[Any]:
         return [mine]
 

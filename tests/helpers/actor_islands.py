@@ -47,6 +47,9 @@ class ActorGroup(IslandGroup):
     def gather(self, value: Any) -> list[Any]:
         return self._meet(value, tuple(range(self.size)))
 
+    def expect_same_steps(self, steps: int) -> None:
+        assert self.all(steps == self.gather(steps)[0])
+
     def barrier(self) -> None:
         self.gather(None)
 
@@ -64,8 +67,8 @@ class ActorGroup(IslandGroup):
         self._talk.wait(lambda: len(met) == len(ranks))
         return [pickle.loads(met[rank]) for rank in ranks]
 
-    def _send(self, message: Any) -> None:
-        self._talk.said.append(pickle.dumps(message))
+    def _send(self, data: bytes) -> None:
+        self._talk.said.append(data)
 
     def _receive(self) -> Any:
         self._talk.wait(lambda: len(self._talk.said) > self._heard)

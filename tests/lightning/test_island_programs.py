@@ -62,14 +62,36 @@ class Experts(Net):
 class SkipsSteps(Net):
     """The second process alone leaves an optimizer step out."""
 
-    automatic_optimization = False
+    automatic_optimization, batch = False, 4
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
-        if (self.global_rank, batch_idx) != (1, 4):
+        if (self.global_rank, batch_idx) != (1, self.batch):
             optimizer.step()
+
+
+class SkipsLastStep(SkipsSteps):
+    """The second process alone leaves the epoch's last step out."""
+
+    batch = SAMPLES // BATCH // 2 - 1
+
+
+class Still(Net):
+    """Its weights stay as they are."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class GetsSigterm(Net):
+    """The second process alone gets SIGTERM, in a hook after the last batch of the last epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        if self.global_rank and self.current_epoch == self.trainer.max_epochs - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Peeks(Net):
@@ -87,9 +109,8 @@ class Peeks(Net):
             self.net(torch.zeros(1, 8))
 
 
-KINDS = {
-    kind.__name__: kind for kind in (StopsLater, StopsAtOnce, AllStop, StopsAfterLastBatch, Experts, SkipsSteps, Peeks)
-}
+STOPPING = (StopsLater, StopsAtOnce, AllStop, StopsAfterLastBatch, GetsSigterm)
+KINDS = {kind.__name__: kind for kind in (*STOPPING, Experts, SkipsSteps, SkipsLastStep, Still, Peeks)}
 
 
 def train(*about: Any, **more: Any) -> None:
@@ -146,6 +167,16 @@ def test_a_process_that_skips_a_step_ends_the_island_with_an_error_that_says_so(
         assert text in ends_with(started, "a", rank)
 
 
+def test_parts_of_an_update_with_different_steps_are_not_applied(start: Any) -> None:
+    started = start("a", "SkipsLastStep", "DDP", options={"nsync": 1000})
+    for rank, steps in enumerate((16, 15)):
+        assert f"Process {rank} of this island has taken {steps} optimizer steps" in ends_with(started, "a", rank)
+    before = Net(sharded=False).state_dict()
+    for each in start("b", "Still", "DDP", epochs=1).results("b"):
+        for name, tensor in before.items():
+            assert torch.equal(each["state"][name], tensor)
+
+
 def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(start: Any) -> None:
     before = Net(sharded=False).state_dict()
     for each in start("a", "Peeks", "FSDP2", options={"algorithm": Downpour()}).results("a"):
@@ -164,6 +195,14 @@ def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -
         assert process.exitcode == 0
     for each in started.results("b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
+
+
+def test_sigterm_of_one_process_after_the_last_batch_ends_the_program(start: Any) -> None:
+    started = start("a", "GetsSigterm", "DDP")
+    for rank, process in enumerate(started.processes["a"]):
+        process.join(40)
+        assert process.exitcode == 0
+        assert not (Path(started.folder) / f"a{rank}.pt").exists()  # nothing after the fit is run
 
 
 def test_a_strategy_that_averages_weights_inside_is_refused_by_name(tmp_path: Path) -> None:
