@@ -69,10 +69,8 @@ class Push:
             mean of all that take part: 1 if all are equal.
         count: number of pushes combined into the update; their mean, by these weights, is given.
         version: of the shard, before this update.
-        scale: where pushes are aggregated, what this one will be multiplied with; for :meth:`Transform.merge`, their
-            weight together.
-        tensor: the module's name of the tensor that the update is a part of; empty for rules that are not called
-            tensor by tensor.
+        scale: what one of several aggregated pushes is multiplied with; for :meth:`Transform.merge`, their weight.
+        tensor: the module's name of the tensor that it is a part of, for rules that are called tensor by tensor.
     """
 
     worker: int = 0
@@ -123,6 +121,11 @@ class Table:
     def active(self) -> set[int]:
         """The workers that train now."""
         return self.living - self.resting
+
+    def catch_up(self, workers: set[int]) -> None:
+        """Count as many pushes of workers that return as of the slowest other one, which did not wait for them."""
+        slowest = min((self.clocks[worker] for worker in self.active - workers), default=0)
+        self.clocks |= Counter(dict.fromkeys(workers, slowest))
 
 
 class SampleShares:
@@ -263,8 +266,7 @@ class Algorithm(Configurable):
     """Transforms that are part of the algorithm; they come last."""
 
     def __post_init__(self) -> None:
-        given = tuple(self.transforms)
-        name = type(self).__name__
+        given, name = tuple(self.transforms), type(self).__name__
         for transform in given:
             if not isinstance(transform, Transform):
                 raise ConfigurationError(

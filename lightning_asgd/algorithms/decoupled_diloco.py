@@ -19,8 +19,9 @@ References:
 
 Departures:
     Workers push after ``nsync`` steps; the paper's synchronizer asks all of them at once. So the pushes of a period may
-    be merged in several rounds: each moves the weights by its share of the living workers, so that together they move
-    them as far as one round of all. The paper takes a whole step per round.
+    be merged in several rounds: each moves the weights by its workers' share of the samples. The paper takes a whole
+    step per round. Together the rounds move the weights as far as one of all would, where the pushes point the same
+    way, and less far where they do not: a direction is averaged within a round only.
     :math:`D_i` is the change since worker *i* last merged the fragment, not its distance from the servers' present
     weights. A push that arrives after its round counts in the next one, and is not dropped.
     Each server ends its rounds by itself, so a push may be in different rounds on two servers. It looks at its clock

@@ -149,7 +149,7 @@ class DelayedNesterov(OuterMomentum):
         spread: *c* in [0, 1/K]: how much of the momentum is given to the pushes in between.
 
     State:
-        ``momentum`` and ``sum``, two vectors per shard.
+        ``momentum`` and ``sum``, two vectors per shard, and the number of pushes in the sum.
 
     Staleness:
         of a push is ignored; the momentum is the mean of K pushes, which a stale one cannot turn.
@@ -166,18 +166,21 @@ class DelayedNesterov(OuterMomentum):
 
     def start(self, weights: Tensor) -> dict[str, Any]:
         """See :class:`Algorithm`."""
-        return {**super().start(weights), "sum": torch.zeros_like(weights)}
+        number = torch.zeros((), dtype=torch.float64)
+        return {**super().start(weights), "sum": torch.zeros_like(weights), "pushes": number}
 
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`; ``update`` is -D."""
         size = self.buffer or push.live
         spread = min(self.spread, 1 / size)
-        momentum, total = slots["momentum"], slots["sum"]
-        total.add_(update)
+        momentum, total, pushes = slots["momentum"], slots["sum"], slots["pushes"]
+        total.add_(update.mul_(push.weight))
+        pushes.add_(1)
         part = float(slots["factor"])
-        if (push.version + 1) % size == 0:
-            part = self.next_factor(slots, total.div_(size), push)
+        if pushes >= size:  # more if workers have left since
+            part = self.next_factor(slots, total.div_(float(pushes)), push)
             momentum.mul_(part).add_(total)
             total.zero_()
+            pushes.zero_()
             spread = 1 - spread * size + spread
         weights.add_(update.div_(size).add_(momentum, alpha=spread * part), alpha=self.lr)

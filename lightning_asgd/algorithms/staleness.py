@@ -261,5 +261,6 @@ class DynamicSteps(Transform):
 
     def period(self, worker: int, table: Table, nsync: int) -> int:
         """See :class:`Transform`."""
-        speed, top = table.speeds.get(worker, 0.0), max(table.speeds.values(), default=0.0)
+        speed = table.speeds.get(worker, 0.0)
+        top = max([speed, *(table.speeds.get(w, 0.0) for w in table.living)])
         return max(min(self.least, nsync), int(nsync * speed / top)) if speed > 0 else nsync

@@ -134,6 +134,8 @@ class TopK(Compression):
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""
+        if not len(values):  # a server holds none of a group that has fewer scalars than there are servers
+            return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.bfloat16)
         size = values.abs()
         wanted = max(1, int(self.fraction * len(values)))
         step = max(1, len(values) // _SAMPLE)

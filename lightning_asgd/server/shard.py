@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -193,12 +194,11 @@ class Shard:
                 rules.forget_gathered()
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
-        """Keep nothing for a worker that has left permanently, but the number of its latest push if it is replaced."""
-        pushes = () if replaced else (self.latest_push, self._applied)
-        table, mine = self.table, (*pushes, self._refused, self._backups)
-        for kept in (*mine, table.clocks, table.steps, table.speeds, table.batches):
+        """Keep nothing for a worker that has left permanently, but its steps and latest push if it is replaced."""
+        steps: tuple[Any, ...] = () if replaced else (self.latest_push, self._applied, self.table.steps)
+        for kept in (*steps, self._refused, self._backups, self.table.clocks, self.table.speeds, self.table.batches):
             kept.pop(worker, None)
-        table.resting.discard(worker)
+        self.table.resting.discard(worker)
         self._count(worker)
 
     def update_members(self, living: Collection[int], changed: Collection[int] | None = None) -> list[Completion]:
@@ -215,6 +215,8 @@ class Shard:
             if self.comes_and_goes and worker in living and worker not in self._known:
                 self.table.resting.add(worker)
             (self._known.add if worker in living else self._known.discard)(worker)
+        if self.algorithm.waits:
+            self.table.catch_up(noted & self.table.living)
         return self._due() if self.weights else []
 
     def tick(self, now: float) -> list[Completion]:
@@ -353,9 +355,9 @@ class Shard:
         table, algorithm = self.table, self.algorithm
         live, count = max(len(self._counted), 1), table.count
         steps, lr = max(1, round(self._steps / count)), self._lr / count
-        push = Push(
-            worker=-1, payload=algorithm.payload, steps=steps, lr=lr, live=live, count=count, version=self.version
-        )
+        shares = [self._counted.weight(table.batches.get(worker, 0.0)) for worker in table.gathered]
+        about: dict[str, Any] = {"live": live, "count": count, "weight": fmean(shares or [1.0]), "steps": steps}
+        push = Push(worker=-1, payload=algorithm.payload, lr=lr, version=self.version, **about)
         for index, rules in enumerate(self._rules):
             if rules is not None:
                 rules.apply_gathered(self._weights, push, self._before(index))

@@ -317,6 +317,28 @@ def test_delayed_nesterov_over_a_buffer_moves_as_nesterov_on_its_mean(spread: fl
         assert torch.allclose(one.weights[0].double(), w, rtol=1e-4, atol=1e-5)
 
 
+def test_delayed_nesterov_weighs_samples_and_counts_the_pushes_that_it_has_summed() -> None:
+    one = shard(DelayedNesterov(lr=1.0, momentum=0.0), 4)
+    before = values(0)[0].double()
+    moved = torch.zeros(N).double()
+
+    def sent(worker: int, seq: int, part: float, batch: float = 0.0) -> Tensor:
+        update = values(10 * worker + seq)[0]
+        send(one, push(worker, seq, one.version, batch=batch), (update, torch.zeros(2)))
+        moved.add_(update.double(), alpha=part)
+        assert torch.allclose(one.weights[0].double(), before + moved, rtol=1e-5, atol=1e-6)
+        return update
+
+    updates = [sent(worker, 1, 1 / 4) for worker in range(3)]
+    one.update_members([0, 1])
+    updates.append(sent(0, 2, 1 / 2))  # the momentum is the mean of all four, although two workers are left
+    momentum = one._rules[0]._slots[0]["momentum"]  # type: ignore[union-attr]
+    assert torch.allclose(momentum, torch.stack(updates).mean(0), rtol=1e-5, atol=1e-6)
+    sent(1, 2, 1 / 2, batch=10.0)  # the other one's are taken to be as large
+    sent(0, 3, 3 / 4, batch=30.0)
+    sent(1, 3, 1 / 4, batch=10.0)
+
+
 # ---------------------------------------------------------------------- each method's own invariant
 
 
@@ -422,6 +444,27 @@ def test_a_worker_that_is_gone_holds_nobody_back() -> None:
     assert [d.request.worker for d in one.update_members([0])] == [0]
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_worker_that_returns_holds_nobody_back_for_the_pushes_that_it_missed(replaced: bool) -> None:
+    one = shard(ASGD(transforms=[StaleSynchronous(1)]), 3)
+    one.update_members([0, 1])  # worker 2 is gone
+    for seq in range(1, 6):
+        send(one, push(0, seq, one.version), values(seq))
+        send(one, push(1, seq, one.version), values(seq))
+    if replaced:
+        one.forget(2, replaced=True)
+    one.update_members([0, 1, 2])
+    assert [d.request.worker for d in send(one, push(0, 6, one.version), values(6))] == [0]
+    assert send(one, push(0, 7, one.version), values(7)) == []  # and it counts as one of them
+
+
+def test_a_warm_start_is_over_although_worker_0_is_replaced() -> None:
+    one = shard(ASGD("sum", transforms=[WarmStart(20)]), 2)
+    send(one, push(0, 1, steps=20), values(1))
+    one.forget(0, replaced=True)
+    assert len(send(one, push(1, 1, one.version), values(2))) == 1
+
+
 @given(seed=st.integers(0, 100))
 def test_delay_compensation_without_strength_is_plain(seed: int) -> None:
     plain = shard(Downpour("sgd", lr=0.1), 2)
@@ -495,10 +538,22 @@ def test_softsync_applies_every_so_many_pushes(splits: int, workers: int, expect
     assert [only(send(one, push(w, 1, 0), values(w))).version for w in range(workers)] == expected
 
 
+def test_a_round_of_some_workers_moves_by_their_part_of_all_samples() -> None:
+    one = shard(ASGD(transforms=[SoftSync(2)]), 2)  # every push is a round
+    before = values(0)[0]
+    send(one, push(0, 1, batch=10.0), (torch.ones(N), torch.zeros(2)))
+    assert torch.allclose(one.weights[0] - before, torch.full((N,), 1 / 2))  # the other one's are taken to be as large
+    send(one, push(1, 1, batch=30.0), (torch.ones(N), torch.zeros(2)))
+    send(one, push(0, 2, batch=10.0), (torch.ones(N), torch.zeros(2)))
+    assert torch.allclose(one.weights[0] - before, torch.full((N,), 1 / 2 + 3 / 4 + 1 / 4))
+
+
 def test_dynamic_steps_follow_speed() -> None:
     one = shard(ASGD(transforms=[DynamicSteps()]), 3)
     wishes = [only(send(one, push(w, 1, nsync=12, speed=s), values(w))).nsync for w, s in enumerate((4.0, 1.0, 2.0))]
     assert wishes == [12, 3, 6]
+    one.update_members([1, 2])  # the fastest is gone
+    assert only(send(one, push(1, 2, nsync=12, speed=1.0), values(3))).nsync == 6
 
 
 def test_a_warm_start_lets_worker_0_go_ahead_and_the_others_ramp_in() -> None:
@@ -619,6 +674,19 @@ def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: flo
     assert w.item() == expected
     replica.pack()
     assert replica.wire[0][0].item() == expected - 5.0  # what it pushes next is against the servers' weights
+
+
+def test_steps_that_no_push_has_brought_are_not_mixed() -> None:
+    """With ``nfetch`` below ``npush`` a worker also fetches between its pushes."""
+    w = torch.tensor([3.0])
+    layout = build_layout([("w", w)], [], 1)
+    replica = replica_for(StreamingDiLoCo(alpha=0.5), layout, [([w], 0)], [None])
+    replica.adopt([(torch.tensor([3.0]),)])
+    w.add_(2.0)
+    replica.merge([(torch.tensor([10.0]),)], pushed=False)
+    assert w.item() == 12.0
+    replica.pack()
+    assert replica.wire[0][0].item() == 2.0
 
 
 def decays(algorithm: LayerWise, momentum: float, step: float) -> bool:

@@ -50,6 +50,11 @@ def test_a_code_loses_no_more_than_it_says(code: Compression, n: int, seed: int,
             assert values[~kept].abs().min() <= values[kept].abs().min()
 
 
+@pytest.mark.parametrize("code", CODES, ids=repr)
+def test_a_group_of_which_a_server_holds_nothing_is_coded(code: Compression) -> None:
+    assert decoded(code, torch.empty(0)).numel() == 0
+
+
 def test_the_largest_values_are_sent() -> None:
     values = torch.zeros(100_000)
     values[::1000] = torch.arange(1.0, 101.0)
