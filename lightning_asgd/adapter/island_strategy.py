@@ -8,6 +8,7 @@ Lightning's strategy. After every step the island counts as a worker does.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,8 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.worker.connection import GRACE_S
 
 __all__ = ["IslandStrategy", "become_island"]
+
+log = logging.getLogger(__name__)
 
 _INSIDE = ("DDPStrategy", "ModelParallelStrategy")
 
@@ -78,6 +81,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     """What the island does while it fits; None else."""
     samples: list[dict[str, Any]]
     _failed = False
+    _alone = False  # whether this process has failed, and the others of its island have not
     _sigterm: Sigterm
     _undo: tuple[Callable[[], None], ...] = ()
 
@@ -156,7 +160,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             self._attach(trainer)
 
     def _attach(self, trainer: Any) -> None:
-        self._failed = False
+        self._failed = self._alone = False
         self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
         run = None if self._division is None else self._division.run
         if run is not None:
@@ -221,19 +225,30 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for the island's processes. The first call in a Trainer's run follows the preparation of its data."""
+        if self._alone:
+            return
         if self._division is not None:
             self._division.pass_turn()
         super().barrier(name, *args, **kwargs)  # type: ignore[misc]
 
-    def go_offline(self) -> None:
-        """Nothing: collectives are the island's."""
+    def go_offline(self, exception: BaseException | None = None) -> None:
+        """If only this process has failed, its callbacks save nothing: the others would not take part."""
+        if self._group is None or exception is None or private_names.is_a(exception, private_names.sigterm):
+            return  # all have been told of the signal
+        self._alone = not self._group.all_fail()
+        if self._alone:
+            self._report(exception)
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the failure at once, so that no worker waits for this island."""
+        if not self._alone:
+            self._report(exception)
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def _report(self, exception: BaseException) -> None:
         self._failed = True
         if self._membership is not None:
             self._membership.fail(exception)
-        super().on_exception(exception)  # type: ignore[misc]
 
     # ------------------------------------------------------------------ training
 
@@ -265,6 +280,9 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this is the island that does; all of its processes together."""
+        if self._alone:
+            log.warning("%s was not written: only this process of its island has raised an exception.", filepath)
+            return
         if self._membership is None:
             if self._division is None or self._division.is_first:
                 super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
@@ -277,6 +295,14 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             self._membership.publish_chief_state()  # if the island ends meanwhile, the next chief replaces the file
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
         self._membership.publish_chief_state()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights for a checkpoint, for which all processes are needed."""
+        return {} if self._alone else super().lightning_module_state_dict()  # type: ignore[misc]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """An optimizer's state for a checkpoint, likewise."""
+        return {} if self._alone else super().optimizer_state(optimizer)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and note what the run resumes from if it has no weights yet."""

@@ -317,7 +317,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         else:
             self.announce()  # Lightning's environment has removed a variable
 
-    def go_offline(self) -> None:
+    def go_offline(self, _: BaseException | None = None) -> None:
         """This worker has failed: its callbacks run without collectives from now on."""
         if self.collectives.phase is Phase.SYNC:
             self.collectives.phase = Phase.OFFLINE

@@ -49,7 +49,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let other callbacks save without collectives: the other workers know nothing of the exception."""
-        trainer.strategy.go_offline()
+        trainer.strategy.go_offline(exception)
 
 
 def put_first(trainer: Any, *, monitor: bool) -> Callable[[], None]:

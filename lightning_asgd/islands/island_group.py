@@ -25,6 +25,7 @@ __all__ = ["IslandGroup", "picklable"]
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException | None)
 
+_FAIL_TOGETHER_S = 5.0
 _SHORT = 8192  # bytes of a message that are sent without another message about its length
 
 
@@ -52,6 +53,8 @@ class IslandGroup:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._patience = datetime.timedelta(seconds=patience_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=self._patience)
+        meeting = datetime.timedelta(seconds=_FAIL_TOGETHER_S)
+        self._failing: Any = dist.new_group(backend="gloo", timeout=meeting)
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._orders: dict[str, Callable[..., None]] = {}
         self._facts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
@@ -190,6 +193,14 @@ class IslandGroup:
         """Wait for all processes. All call it together, also within an order."""
         dist.barrier(group=self._group)
 
+    def all_fail(self) -> bool:
+        """Whether every process calls this within five seconds, as each does that has raised an exception."""
+        try:
+            dist.barrier(group=self._failing)
+        except RuntimeError:
+            return False
+        return True
+
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         """Some of the processes, or all, for tensors. All processes make the same ones in the same order."""
         if ranks not in self._subgroups:
@@ -200,7 +211,7 @@ class IslandGroup:
         """The fit is over on all processes: close their connections."""
         with suppress(RuntimeError):  # one of them has failed since
             self.barrier()
-        for group in (self._group, *self._subgroups.values()):
+        for group in (self._group, self._failing, *self._subgroups.values()):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import OnExceptionCheckpoint
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
@@ -78,6 +79,26 @@ class SkipsLastStep(SkipsSteps):
     batch = SAMPLES // BATCH // 2 - 1
 
 
+class FailsAlone(Net):
+    """The second process alone raises an exception, and has a callback that saves then."""
+
+    who = (1,)
+
+    def configure_callbacks(self) -> Any:
+        return [OnExceptionCheckpoint(self.trainer.default_root_dir, "saved")]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank in self.who and batch_idx == 3:
+            raise ValueError("no more memory")
+        return super().training_step(batch, batch_idx)
+
+
+class AllFail(FailsAlone):
+    """All processes raise the same exception."""
+
+    who = (0, 1)
+
+
 class Still(Net):
     """Its weights stay as they are."""
 
@@ -110,7 +131,8 @@ class Peeks(Net):
 
 
 STOPPING = (StopsLater, StopsAtOnce, AllStop, StopsAfterLastBatch, GetsSigterm)
-KINDS = {kind.__name__: kind for kind in (*STOPPING, Experts, SkipsSteps, SkipsLastStep, Still, Peeks)}
+FAILING = (FailsAlone, AllFail)
+KINDS = {kind.__name__: kind for kind in (*STOPPING, *FAILING, Experts, SkipsSteps, SkipsLastStep, Still, Peeks)}
 
 
 def train(*about: Any, **more: Any) -> None:
@@ -175,6 +197,23 @@ def test_parts_of_an_update_with_different_steps_are_not_applied(start: Any) -> 
     for each in start("b", "Still", "DDP", epochs=1).results("b"):
         for name, tensor in before.items():
             assert torch.equal(each["state"][name], tensor)
+
+
+@pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
+def test_a_process_that_fails_alone_saves_nothing_and_holds_nobody_up(start: Any, inside: str, tmp_path: Path) -> None:
+    started = start("a", "FailsAlone", inside)
+    said = ends_with(started, "a", 1)
+    assert "ValueError: no more memory" in said
+    assert "saved.ckpt was not written: only this process of its island has raised an exception." in said
+    ends_with(started, "a", 0)
+    assert not (tmp_path / "saved.ckpt").exists()
+
+
+def test_processes_that_fail_together_save(start: Any, tmp_path: Path) -> None:
+    started = start("a", "AllFail", "DDP")
+    for rank in (0, 1):
+        assert "ValueError: no more memory" in ends_with(started, "a", rank)
+    assert (tmp_path / "saved.ckpt").exists()
 
 
 def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(start: Any) -> None:
