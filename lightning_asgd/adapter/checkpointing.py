@@ -104,23 +104,26 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
     """Write the module's served tables beside a checkpoint that is written within, and note there which they are.
 
     Tables that were beside an earlier file of that name are removed after that. If there are no servers any more, the
-    checkpoint is written without tables.
+    checkpoint is written without tables, and none are removed. An incomplete copy is.
     """
     tables, session = _tables_of(strategy), strategy.fit_session
     if not tables or not strategy.is_global_zero:
         yield
         return
-    copy = secrets.token_hex(4)
+    copy, saved = secrets.token_hex(4), False
     try:
         if session is not None and session.last is not None:
             raise ServerLostError("The main process and its servers are gone.")
         for name, table in tables.items():
             table.save(_beside(path) / copy / name)
-        checkpoint[_TABLES] = copy
+        checkpoint[_TABLES], saved = copy, True
     except (ServerLostError, WorkerLostError) as error:
         log.warning("The checkpoint %s is written without served tables, which stay in their folders: %s", path, error)
+    finally:
+        if not saved:
+            shutil.rmtree(_beside(path) / copy, ignore_errors=True)
     yield
-    for each in _beside(path).glob("*"):
+    for each in _beside(path).glob("*") if saved else ():
         if each.name != copy:
             shutil.rmtree(each, ignore_errors=True)
 

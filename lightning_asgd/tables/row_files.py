@@ -196,6 +196,8 @@ class RowFiles:
         whole = end <= os.fstat(self._journal).st_size
         if magic != _MAGIC or columns != self.records.shape[1] or not count or not whole:
             return  # it was not written to its end, so nothing of it was applied
+        if fields[4] not in (self.updates, self.updates + 1):
+            return  # the files are a copy that was put in the place of these, and has other pushes
         rows, values = _read(self._journal, _HEADER.size, middle), _read(self._journal, middle, end)
         if _checksum(fields, rows, values) != checksum:
             return
@@ -221,6 +223,7 @@ def copy_file(source: Path, target: Path) -> None:
             writer.truncate(size)
             _copy(reader.fileno(), writer.fileno(), size)
         except OSError as error:
+            partial.unlink()
             raise ConfigurationError(f"{source} could not be copied to {target}: {error}. Expected space.") from error
     partial.replace(target)
 

@@ -168,7 +168,7 @@ def read_rows(folder: Path, numbers: Tensor, table: TableSpec) -> Tensor:
     Raises a ``ConfigurationError`` if the folder does not hold this table, or not all of its parts.
     """
     servers = int(check_description(folder, _description(table))["servers"])
-    values = torch.empty(len(numbers), table.width)
+    values = torch.empty(len(numbers), table.width, dtype=torch.float32)
     for server in range(servers):
         mine = numbers % servers == server
         path, count = folder / f"{part_name(server, servers)}.table", table.rows_of(server, servers)

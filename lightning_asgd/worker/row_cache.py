@@ -20,7 +20,7 @@ class RowCache:
         self._max_age = max_age
         self._numbers = torch.empty(0, dtype=torch.int64)  # of the rows, ascending
         self._slots = torch.empty(0, dtype=torch.int64)  # where each of these rows is
-        self._values = torch.empty(capacity, width)
+        self._values = torch.empty(capacity, width, dtype=torch.float32)
         self._fetched = torch.zeros(capacity, dtype=torch.int64)  # the step at which each slot's row was
         self._used = torch.zeros(capacity, dtype=torch.int64)  # the step at which each slot's row was last used
         self._free = torch.arange(capacity)

@@ -121,7 +121,7 @@ class ServedEmbedding(Module):
         if len(found) > 1:
             numbers, places = torch.unique(torch.cat([each for each, _ in found]), return_inverse=True)
             parts = torch.cat([gradient for _, gradient in found])
-            gradients = torch.zeros(len(numbers), self.table.width).index_add_(0, places, parts)
+            gradients = parts.new_zeros(len(numbers), self.table.width).index_add_(0, places, parts)
         self._client.step(numbers, gradients, self.lr)
 
     def discard(self) -> None:
@@ -159,6 +159,11 @@ class ServedEmbedding(Module):
 
     def _distinct(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct rows asked for, ascending, and for each index its place among them."""
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise TypeError(
+                f"Row numbers of {indices.dtype} were given to the served table in {self.table.folder}. Expected "
+                "torch.int64 or torch.int32."
+            )
         numbers, places = torch.unique(indices.detach(), return_inverse=True)
         numbers = numbers.to("cpu", torch.int64)
         if len(numbers) and not 0 <= int(numbers[0]) <= int(numbers[-1]) < self.table.rows:

@@ -91,7 +91,7 @@ class TableClient:
 
     def read(self, numbers: Tensor) -> Tensor:
         """Rows as they are for this worker's next step, shape ``(k, width)``."""
-        values = torch.empty(len(numbers), self.table.width)
+        values = torch.empty(len(numbers), self.table.width, dtype=torch.float32)
         missing, ages = self._cache.read(numbers, self._step, values)
         for call in self._fetches:
             missing = missing[~torch.isin(missing, call.numbers)]
@@ -144,9 +144,15 @@ class TableClient:
     # ------------------------------------------------------------------ files
 
     def save(self, folder: str) -> None:
-        """Have all servers copy their parts to a folder."""
+        """Have all servers copy their parts to a folder.
+
+        Raises an :class:`ASGDError` if one has lost its part: the copy is then worth nothing.
+        """
         self.settle()
         self._ask_all(lambda about: SaveTable(*about, folder))
+        none = torch.empty(0, dtype=torch.int64)
+        for server in self._connection().servers:
+            self._rows(self._posted(server, none, FetchRows(*self._about(server), none)))
 
     def load(self, folder: str) -> None:
         """Have all servers replace their parts with the copies in a folder."""

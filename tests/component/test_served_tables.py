@@ -194,6 +194,21 @@ def test_a_copy_is_restored(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the cache
 
 
+def test_a_copy_that_is_put_in_the_place_of_the_files_gets_no_later_push(tmp_path: Path) -> None:
+    store, row = RowStore(spec(tmp_path / "t", init_std=0.0), 0, 1), torch.tensor([2])
+    store.push(row, -torch.ones(1, WIDTH), 1.0, 5, 1)
+    store.save(str(tmp_path / "copy"))
+    for seq in (2, 3):
+        store.push(row, -torch.ones(1, WIDTH), 1.0, 5, seq)
+    store.close()
+    for each in (tmp_path / "copy").iterdir():
+        shutil.copy(each, tmp_path / "t")
+    again = RowStore(spec(tmp_path / "t", init_std=0.0), 0, 1)
+    assert float(again.read(row).values[0, 0]) == 1
+    assert again.push(row, -torch.ones(1, WIDTH), 1.0, 5, 2).updates == 2
+    again.close()
+
+
 @given(st.lists(st.tuples(st.sampled_from(["put", "read", "refresh", "clear"]), st.sets(st.integers(0, 12)))))
 def test_the_cache_holds_the_latest_values_of_what_was_used_last(script: list[tuple[str, set[int]]]) -> None:
     cache, known = RowCache(6, 2, max_age=3), dict[int, tuple[float, int]]()
@@ -375,6 +390,39 @@ def test_files_that_were_removed_are_noticed(tmp_path: Path) -> None:
     cluster.close()
 
 
+def test_a_copy_of_a_part_that_was_lost_is_noticed(tmp_path: Path) -> None:
+    servers = Servers(2)
+    client = servers.client(spec(tmp_path / "t"))
+    client.step(torch.arange(4), torch.ones(4, WIDTH), 1.0)
+    client.settle()
+    client.save(str(tmp_path / "copy"))
+    shutil.rmtree(tmp_path / "t")  # as on another machine, on which a server was started in the place of a lost one
+    with pytest.raises(ASGDError, match=r"holds 0 pushes\. Expected at least 1"):
+        client.save(str(tmp_path / "another"))
+    servers.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_the_output_and_not_the_rows(tmp_path: Path, dtype: torch.dtype) -> None:
+    servers = Servers()
+    table = ServedEmbedding(ROWS, WIDTH, folder=tmp_path / "t", optimizer="sgd", lr=1.0, init_std=0.0)
+    table.attach(servers.client(table.table))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for _ in range(2):  # two lookups in a step
+            found = table(torch.tensor([1, 2, 1]))
+            assert found.dtype is dtype
+            found.sum().backward()
+        table.step()
+        assert table(torch.tensor([1])).tolist() == [[-4.0] * WIDTH]
+        table.attach(None)
+        assert table(torch.tensor([2])).tolist() == [[-2.0] * WIDTH]
+    finally:
+        torch.set_default_dtype(before)
+        servers.close()
+
+
 def test_another_process_may_have_the_files_once_a_worker_has_left(tmp_path: Path) -> None:
     cluster, table, row = Servers(1, workers=2), spec(tmp_path / "t", init_std=0.0), torch.tensor([5])
     client = cluster.client(table)
@@ -451,6 +499,8 @@ def test_outside_of_a_fit_rows_are_read_and_not_trained(tmp_path: Path) -> None:
         served(torch.tensor([2])).sum().backward()
     with pytest.raises(IndexError, match="Expected 0 to 29"):
         served(torch.tensor([ROWS]))
+    with pytest.raises(TypeError, match=r"Row numbers of torch\.float32 .* Expected torch\.int64"):
+        served(torch.tensor([1.0]))
     store.close()
     assert copy.deepcopy(served)(torch.tensor([2])).shape == (1, WIDTH)
     assert list(served.parameters()) == []
