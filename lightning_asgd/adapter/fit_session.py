@@ -32,6 +32,7 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
+from lightning_asgd.adapter.own_state import OwnState
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
@@ -82,7 +83,8 @@ class FitSession(Participation):
         *,
         split: bool,
     ) -> None:
-        self._fetched = math.inf
+        self._fetched, self._in_step = math.inf, False
+        self._watched: list[Any] = []  # optimizers
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
@@ -141,8 +143,19 @@ class FitSession(Participation):
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
-        self.tables.watch(trainer.optimizers)
+        self._watch_optimizers()
+        self._own_state = OwnState(self._module, lambda: self.synchronizer.layout, lambda: self._collectives)
         self._load_tables()
+
+    def _watch_optimizers(self) -> None:
+        """Be told of the steps of the Trainer's optimizers, also of those that a hook has put in their place."""
+        for optimizer in self._trainer.optimizers:
+            if any(optimizer is each for each in self._watched):
+                continue
+            self._watched.append(optimizer)
+            self.tables.watch([optimizer])
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._undo.append(optimizer.register_step_post_hook(self._count_own_step).remove)
 
     def start_from_loaded(self) -> None:
         """Have the servers take what was loaded during the fit; all workers call it."""
@@ -204,14 +217,17 @@ class FitSession(Participation):
     @contextlib.contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:
         """An optimizer takes a step inside, unless Lightning's GradScaler skips it."""
+        self._watch_optimizers()
         hook, taken = None, [False]  # whether steps were skipped; left empty by a step that is not taken
         scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
         if scaled and hasattr(optimizer, "register_step_post_hook"):
             taken = []  # a fused optimizer decides on the device
             hook = optimizer.register_step_post_hook(lambda *_: taken.append(getattr(optimizer, "found_inf", False)))
+        self._in_step = True
         try:
             yield
         finally:
+            self._in_step = False
             if hook is not None:
                 hook.remove()
         skipped: Skipped = taken[-1] if taken else True
@@ -220,6 +236,13 @@ class FitSession(Participation):
         self.synchronizer.count_step(skipped)
         if self._module.automatic_optimization:
             self.data.after_batch(self.synchronizer, self._discard)
+
+    def _count_own_step(self, optimizer: Any, *_: Any) -> None:
+        if self._in_step:
+            return
+        if self._units.name:  # a step of optimizers(use_pl_optimizer=False), which the strategy does not see
+            self._units.step()
+        self.synchronizer.count_step(getattr(optimizer, "found_inf", False))
 
     def after_batch(self) -> None:
         """Decide what follows a training batch."""
@@ -250,6 +273,7 @@ class FitSession(Participation):
 
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
+        self._watch_optimizers()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
@@ -280,6 +304,7 @@ class FitSession(Participation):
             self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
             membership.begin_interval(synchronizer, self.data.place, self._progress)
+        self._own_state.check_counters()
         run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
@@ -301,11 +326,13 @@ class FitSession(Participation):
                 checkpoints = membership.published_checkpoints(checkpoints)
             adopt_checkpoint_states(trainer, checkpoints)
             membership.publish_chief_state()
-        if met.grown:
+        if self._check_grown(met):
             self.set_up_again()
         if met.trained and not met.moved:
             # A pass without steps is for batch-norm statistics, which reach the servers only with steps.
             make_identical(self._collectives, named_state(self._module), mean=True)
+        self._own_state.share()
+        self._own_state.note()
         for averaged in _callback_modules(trainer):
             make_identical(self._collectives, named_state(averaged), mean=True)
         return met

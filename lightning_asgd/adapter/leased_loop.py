@@ -105,6 +105,7 @@ class LeasedLoop:
         self._interval_done = False  # whether all have trained the sync interval, and this worker knows
         self._epoch_done = False  # whether it was the epoch's last, and all data have been trained
         self._stopped = False  # whether this worker trains no more of the epoch
+        self._told_last = False  # whether the program knows of its last batch
         self._trained: int | None = None  # units of the epoch that all have trained, between two batches
         self._counted = 0  # batches of a worker that others have counted, between two batches
         self._missing_batches = 0  # batches of the step that ends with the present one, of those that Lightning expects
@@ -161,7 +162,7 @@ class LeasedLoop:
         counted = self._global_step - self._schedules.stepped // self._accumulate
         self._steps_before = resumed.get("steps_before", counted) if resumes else counted
         self._own, self._idle, self._given = (0, 0), True, own
-        self._interval_done = self._epoch_done = self._stopped = False
+        self._interval_done = self._epoch_done = self._stopped = self._told_last = False
         ends, self._validates = self._sync_intervals(units, accumulate)
         units, step = ends[-1], self._batch * accumulate
         done: tuple[tuple[int, int], ...] = ()
@@ -225,7 +226,10 @@ class LeasedLoop:
             leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
         steps = leases.closes and trainer.accumulate_grad_batches != NEVER
         self._missing_batches = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
-        last_batch_flag.set(trainer, self._missing_batches > 0)
+        manual = not trainer.lightning_module.automatic_optimization  # it may take a last step, or step a schedule
+        last = not (self._told_last or self._cut) and leases.ends(waits=manual)  # told once: more may come all the same
+        self._told_last |= last
+        last_batch_flag.set(trainer, self._missing_batches > 0 or last)
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
         """A batch has been trained: find out whether there is another one before the next sync point.

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.adapter.private_names import (
     automatic_steps,
     batch_in_epoch,
@@ -116,13 +117,27 @@ class BatchSchedules:
         self._trainer = trainer
         self._frequencies: dict[int, int] = {}
         self.stepped = 0
+        self._warned = False
 
     def suspend(self) -> None:
         """Keep Lightning from stepping them."""
         for config in private_names.schedules(self._trainer):
-            if config.interval == "step" and not config.reduce_on_plateau and config.frequency != NEVER:
+            if config.interval != "step":
+                continue
+            if config.reduce_on_plateau:
+                self._warn_of(config)
+            elif config.frequency != NEVER:
                 self._frequencies[id(config)] = config.frequency
                 config.frequency = NEVER
+
+    def _warn_of(self, config: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{type(config.scheduler).__name__} has interval='step', and is stepped after each worker's own "
+                "batches: workers may then have different learning rates. Use interval='epoch', or pass data='split' "
+                "to the strategy."
+            )
 
     def advance_to(self, position: int, accumulate: int, batches: int) -> None:
         """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``."""

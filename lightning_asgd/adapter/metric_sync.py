@@ -48,6 +48,7 @@ def let_metrics_ask(distributed_available: Callable[[], bool]) -> None:
 
 def synchronise_metrics(available: Callable[[], bool], collectives: Callable[[], Collectives], *owners: Any) -> None:
     """Have every metric of modules and callbacks measure over all workers while ``available()`` is true."""
+    library = torchmetrics()
     for metric in metrics_of(*owners):
         _let_the_coordinator_reduce()
         for name, kind, asked in (
@@ -56,7 +57,8 @@ def synchronise_metrics(available: Callable[[], bool], collectives: Callable[[],
         ):
             before = getattr(metric, name)
             before = before.before if isinstance(before, _InPlaceOf) else before
-            setattr(metric, name, kind(before, asked))
+            if before in (None, library.metric.jit_distributed_available):  # else the program has its own way
+                setattr(metric, name, kind(before, asked))
 
 
 @functools.cache

@@ -382,8 +382,8 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers, stacked along a new first dimension; no gradients flow."""
-        return torch.stack(self.collectives.all_gather(tensor)) if self.collectives.real else tensor
+        """The tensors of all workers, stacked along a new first dimension; in the asynchronous phase only this one."""
+        return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all (or any) workers decide True; this worker's own decision in the asynchronous phase."""

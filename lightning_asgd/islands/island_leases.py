@@ -69,6 +69,10 @@ class IslandLeases:
             return self._leases.more(acknowledged)
         return self._together(lambda leases: leases.more(acknowledged))
 
+    def ends(self, *, waits: bool) -> bool:
+        """Whether the batch that is trained now is the island's last one of the epoch, as the first process knows."""
+        return not self._leases.ahead and self._together(lambda leases: leases.ends(waits=waits))
+
     @contextmanager
     def flushing(self) -> Iterator[None]:
         """Measure the final push."""

@@ -342,13 +342,7 @@ class LoopSession(Participation, Trainee):
         mine = SyncReport(self.synchronizer.moved, self.stops, grown, None, trained=trained)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.stops |= met.should_stop
-        if met.grown and met.grown != met.workers:
-            raise ConfigurationError(
-                f"Parameters were unfrozen on workers {list(met.grown)}, not on "
-                f"{sorted(set(met.workers).difference(met.grown))}. Expected the same on all: unfreeze them between "
-                "two passes or epochs, since workers train different numbers of batches."
-            )
-        if met.grown:
+        if self._check_grown(met):
             self.set_up_again()
         self._after_pass = False
         self._changes.note()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.restarted_nsync import restarted_nsync
@@ -123,6 +124,17 @@ class Participation:
         """Lay the module out over the servers, and take their weights."""
         about = self._membership.client, self._membership.collectives, self._module
         return set_up(*about, self._config, self._training, start)
+
+    @staticmethod
+    def _check_grown(met: JointReport) -> bool:
+        """Whether parameters were unfrozen; raises unless that is so on all workers or on none."""
+        if met.grown and met.grown != met.workers:
+            raise ConfigurationError(
+                f"Parameters were unfrozen on workers {list(met.grown)}, not on "
+                f"{sorted(set(met.workers).difference(met.grown))}. Expected the same on all: unfreeze them between "
+                "two passes or epochs, since workers train different numbers of batches."
+            )
+        return bool(met.grown)
 
     def set_up_again(self) -> None:
         """Allocate the module's shards again, with the chief's weights. All workers call it together."""

@@ -145,6 +145,10 @@ class Collectives:
             return [tensor]
         return [t.to(tensor.device) for t in self.gather("all_gather", name, tensor.detach().cpu()).values()]
 
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """The same along a new first dimension; in the asynchronous phase the worker's own tensor alone."""
+        return torch.stack(self.all_gather(tensor)) if self.real else tensor.unsqueeze(0)
+
     def decide(self, decision: bool, *, all: bool = True) -> bool:
         """Whether ``yes`` holds on all workers, or on any."""
         how = "all" if all else "any"

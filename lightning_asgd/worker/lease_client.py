@@ -122,8 +122,7 @@ class DataLeases(WorkFeed):
 
     def _lasts_s(self, loading: int = 0) -> float:
         """Expected seconds to train what was granted, with some of the batches that are being loaded."""
-        batches = len(self._waiting) + loading
-        return (batches * (self.plan.batch or 1) + self.plan.unread) * self.unit_s
+        return ((len(self._waiting) + loading) * (self.plan.batch or 1) + self.plan.unread) * self.unit_s
 
     def _ask_early(self, rtt_s: float = 0.0) -> None:
         if self._asked is None and not self._final:
@@ -157,6 +156,13 @@ class DataLeases(WorkFeed):
     def dry(self) -> bool:
         """Whether the loader knows that the sync interval is over, and has no batch in flight."""
         return self._dry and not self._loading
+
+    def ends(self, *, waits: bool) -> bool:
+        """Whether this batch is probably its last one of the epoch; ``waits`` for an answer that may say so."""
+        alone = len(self._loading) == 1 and not self._waiting and self.plan.unread == 0
+        if alone and self._asked is not None and (waits or self._asked.future.done()):
+            alone = not self._take_prefetched()
+        return alone and (self._dry or self._final) and self.last and self.closes
 
     @property
     def closes(self) -> bool:
@@ -241,9 +247,8 @@ class DataLeases(WorkFeed):
         """This worker's part of the present epoch, for the replacement of a lost coordinator."""
         if self._plan is None:
             return None
-        granted, ended = tuple(self._granted), tuple(self._ended)
-        about = self._trained, self._served, ended, self._applied, self._stopped
-        return LeaseHoldings(self._plan.epoch, granted, *about)
+        about = self._trained, self._served, tuple(self._ended), self._applied, self._stopped
+        return LeaseHoldings(self._plan.epoch, tuple(self._granted), *about)
 
     def revoke(self) -> None:
         """Drop all leases after this worker was fenced: the others have them, and its counts start over.
@@ -260,8 +265,7 @@ class DataLeases(WorkFeed):
         self._unapplied.clear()
         self._granted.clear()
         self._trained = self._applied = self._since = 0
-        self._final = False
-        self._begun = None
+        self._final, self._begun = False, None
         self._unreported.clear()
         self._returned = ()
         if self._plan is not None:  # a server that was restored meanwhile may not know of it
@@ -392,17 +396,11 @@ class DataLeases(WorkFeed):
         return asked is not None and self._take(asked)
 
     def _ask(self, *, wait: bool = False, stop: bool = False, halt: bool = False, rtt_s: float = 0.0) -> Asked:
-        begun, timeout_s, client = self._clock(), self._timeout_s if wait else None, self._client()
-        self._stopped = stop
+        begun, timeout_s, client, self._stopped = self._clock(), self._timeout_s if wait else None, self._client(), stop
         connection, restored = client.connection, client.connection.restored[COORDINATOR]
+        at = self.plan.epoch.key, self.segment
         message = LeaseRequest(
-            *connection.sender,
-            self.plan.epoch.key,
-            self.segment,
-            self._trained,
-            self._applied,
-            self.unit_s,
-            max(rtt_s, self._trip),
+            *(*connection.sender, *at, self._trained, self._applied, self.unit_s, max(rtt_s, self._trip)),
             flush=self._flush,
             wait=wait,
             stop=stop,

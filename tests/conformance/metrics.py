@@ -135,7 +135,7 @@ def gathered(lab: Lab) -> Any:
 @case(
     GROUP,
     "`self.all_gather` in `training_step`",
-    note="It returns this worker's own value: workers take their steps at different times.",
+    note="It returns this worker's own value alone, with a first dimension of 1: others take steps at other times.",
     differs=("shape",),
 )
 def gathered_in_training(lab: Lab) -> Any:

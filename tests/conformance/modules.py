@@ -30,7 +30,14 @@ def tied(lab: Lab) -> Any:
     return {"loss": loss_of(module), "tied": module.second.weight is module.first.weight}
 
 
-@case(GROUP, "frozen parameters", note="They are compared once, and not exchanged.")
+@case(
+    GROUP,
+    "frozen parameters",
+    note=(
+        "They are compared once, and not exchanged. If a program changes them, as a teacher's, all workers take worker "
+        "0's at each sync point."
+    ),
+)
 def frozen(lab: Lab) -> Any:
     class Frozen:
         def build(self: Any) -> None:

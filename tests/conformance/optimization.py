@@ -68,6 +68,21 @@ def manual(lab: Lab) -> Any:
     return fit(lab, Manual)
 
 
+@case(GROUP, "manual optimization with a raw optimizer, and a last step with `trainer.is_last_batch`")
+def raw(lab: Lab) -> Any:
+    class Raw:
+        automatic_optimization = False
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            self.manual_backward(self.loss(batch))
+            if (batch_idx + 1) % 5 == 0 or self.trainer.is_last_batch:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return fit(lab, Raw)
+
+
 @case(GROUP, "two optimizers in turns (a GAN), `toggle_optimizer`")
 def gan(lab: Lab) -> Any:
     class Gan:

@@ -1,0 +1,162 @@
+"""What programs do by ways that the strategy is not told of: raw optimizers, the last batch, metrics of their own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.loop_counters import BatchSchedules
+from tests.lightning.models import Regression, digest, loader, trainer
+
+
+class Manual(Regression):
+    """Takes its steps by hand, as GANs do. Each worker notes what it sees."""
+
+    def __init__(self, folder: Path, every: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization, self.folder, self.every = False, folder, every
+        self.last: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        last = self.trainer.is_last_batch
+        self.last.append(last)
+        self.manual_backward(self.loss(batch))
+        if (batch_idx + 1) % self.every == 0 or last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_fit_end(self) -> None:
+        stats = self.trainer.strategy.stats
+        told = {"last": self.last, "steps": stats.steps, "pushes": stats.pushes, "digest": digest(self)}
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps(told))
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("?.json"))]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_steps_of_raw_optimizers_count_and_each_worker_knows_its_last_batch(workers: int, tmp_path: Path) -> None:
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, devices=workers, max_epochs=3).fit(Manual(tmp_path), loader(128))
+    found = told(tmp_path)
+    assert len(found) == workers
+    assert len({each["digest"] for each in found}) == 1
+    assert sum(each["steps"] for each in found) == sum(len(each["last"]) for each in found) == 3 * 16
+    for each in found:
+        assert sum(each["last"]) == 3  # once per epoch
+        assert each["pushes"] > each["steps"] // 3
+
+
+def test_gradients_that_a_module_has_added_up_are_used_with_the_last_batch(tmp_path: Path) -> None:
+    trainer(tmp_path, ASGDStrategy(nsync=2), devices=1, max_epochs=2).fit(Manual(tmp_path, every=5), loader(128))
+    (found,) = told(tmp_path)
+    assert found["last"] == 2 * ([False] * 15 + [True])
+    assert found["steps"] == 2 * 4  # of 5, 5, 5 and 1 batches
+
+
+def test_an_optimizer_that_a_hook_puts_in_the_place_of_the_first_one_counts(tmp_path: Path) -> None:
+    class Replacing(Manual):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01)]
+
+    trainer(tmp_path, ASGDStrategy(nsync=2), devices=1, max_epochs=2).fit(Replacing(tmp_path), loader(128))
+    assert told(tmp_path)[0]["steps"] == 2 * 16
+
+
+def test_a_metric_that_has_its_own_way_to_sync_keeps_it(tmp_path: Path) -> None:
+    import torchmetrics
+
+    class Measured(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torchmetrics.MeanMetric(distributed_available_fn=lambda: False)
+            self.folder = tmp_path
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.own(float(self.global_rank))
+
+        def on_validation_epoch_end(self) -> None:
+            (self.folder / f"{self.global_rank}.json").write_text(json.dumps(float(self.own.compute())))
+
+    trainer(tmp_path, ASGDStrategy(nsync=2, start_method="fork"), max_epochs=1).fit(Measured(), loader(), loader(64))
+    assert told(tmp_path) == [0.0, 1.0]
+
+
+def test_parameters_that_one_worker_alone_unfreezes_are_named(tmp_path: Path) -> None:
+    class Unfreezing(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (self.global_rank, batch_idx) == (0, 1):
+                self.net[0].requires_grad_(True)
+
+    run = trainer(tmp_path, ASGDStrategy(nsync=2, start_method="fork"), max_epochs=1)
+    with pytest.raises(Exception, match=r"ConfigurationError: Parameters were unfrozen on workers \[0\], not on \[1\]"):
+        run.fit(Unfreezing(), loader())
+
+
+class Teacher(Regression):
+    """Its teacher is an average of the student, which each worker computes by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.teacher, self.folder = copy.deepcopy(self.net).requires_grad_(False), folder
+        self.found: list[str] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.data.lerp_(theirs.data, 0.1)
+
+    def on_validation_epoch_start(self) -> None:
+        self.found.append(digest(self))
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.found))
+
+
+def test_workers_validate_and_keep_the_same_teacher(tmp_path: Path) -> None:
+    module, strategy = Teacher(tmp_path), ASGDStrategy(nsync=2, start_method="fork")
+    before = digest(module.teacher)
+    trainer(tmp_path, strategy, val_check_interval=0.5).fit(module, loader(), loader(64))
+    mine, other = told(tmp_path)
+    assert mine == other
+    assert len(set(mine)) == 4
+    assert digest(module.teacher) not in (before, digest(module.net))
+
+
+def test_a_position_in_a_queue_is_no_counter(tmp_path: Path) -> None:
+    class Queue(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.place[0] = (self.place[0] + 8) % 24
+
+    run = trainer(tmp_path, ASGDStrategy(nsync=2), devices=1, max_epochs=3)
+    with pytest.warns(UserWarning, match=r"Buffer 'place' has fallen .* persistent=False"):
+        run.fit(Queue(), loader(128))
+
+
+def test_a_plateau_schedule_that_steps_with_batches_is_warned_of(tmp_path: Path) -> None:
+    class Plateau(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            about = {"scheduler": schedule, "interval": "step", "monitor": "train_loss"}
+            return {"optimizer": optimizer, "lr_scheduler": about}
+
+    run = trainer(tmp_path, "auto", devices=1, max_epochs=1)
+    run.fit(Plateau(), loader(64))
+    schedules = BatchSchedules(run)
+    with pytest.warns(UserWarning, match=r"ReduceLROnPlateau has interval='step'.*Use interval='epoch'"):
+        schedules.suspend()
+    schedules.suspend()  # warns once
