@@ -82,7 +82,7 @@ algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, fo
 rounds: $(VENV)/.installed-examples ## rounds of outer momentum under faults, and with a changing number of workers: ten minutes
 	@$(RUN) benchmarks/outer_rounds.py
 
-rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD on three sets: 45 minutes; continues where it was interrupted; ONLY=
+rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD on three sets: 65 minutes; continues where it was interrupted; ONLY=
 	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture docs/images/rules.png
 
 codes: $(VENV)/.installed-examples ## codes of exchanges: speed, loss, bytes, slow links (as root): 25 minutes; ONLY=
