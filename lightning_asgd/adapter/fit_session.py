@@ -304,7 +304,8 @@ class FitSession(Participation):
             self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
             membership.begin_interval(synchronizer, self.data.place, self._progress)
-        self._own_state.check_counters()
+        if not membership.alone:
+            self._own_state.check_counters()
         run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC

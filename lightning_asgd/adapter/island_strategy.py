@@ -235,6 +235,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         """If only this process has failed, its callbacks save nothing: the others would not take part."""
         if self._group is None or exception is None or private_names.is_a(exception, private_names.sigterm):
             return  # all have been told of the signal
+        if (why := self._group.difference) and why != str(exception):
+            log.error("%s", why)  # the process that found it first has ended, and that is why this one fails
         self._alone = not self._group.all_fail()
         if self._alone:
             self._report(exception)

@@ -170,6 +170,16 @@ class IslandGroup:
                 "step with a value that all of them have, such as a reduced one."
             )
 
+    @property
+    def difference(self) -> str:
+        """What the latest vote says of processes that have taken other steps; empty if it says nothing, or not yet."""
+        if self._voting is None or self._voting.is_completed():
+            try:
+                self._counted()
+            except RuntimeError as error:
+                return str(error)
+        return ""
+
     def all(self, decision: bool) -> bool:
         """Whether it is true on every process. All call it together, also within an order."""
         flag = torch.tensor(int(decision))

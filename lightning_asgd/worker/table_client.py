@@ -150,9 +150,10 @@ class TableClient:
         """
         self.settle()
         self._ask_all(lambda about: SaveTable(*about, folder))
-        none = torch.empty(0, dtype=torch.int64)
+        first = torch.zeros(1, dtype=torch.int64)
         for server in self._connection().servers:
-            self._rows(self._posted(server, none, FetchRows(*self._about(server), none)))
+            if server < self.table.rows:  # else it has none
+                self._rows(self._posted(server, first + server, FetchRows(*self._about(server), first)))
 
     def load(self, folder: str) -> None:
         """Have all servers replace their parts with the copies in a folder."""
