@@ -236,7 +236,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         if self._group is None or exception is None or private_names.is_a(exception, private_names.sigterm):
             return  # all have been told of the signal
         if (why := self._group.difference) and why != str(exception):
-            log.error("%s", why)  # the process that found it first has ended, and that is why this one fails
+            log.error("%s", why)  # another process found it first and ended, so this one fails, too
         self._alone = not self._group.all_fail()
         if self._alone:
             self._report(exception)

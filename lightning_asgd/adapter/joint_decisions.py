@@ -178,7 +178,7 @@ class Sigterm:
         private_names.sigterm_came.set(self._trainer, True)
 
     def undo(self) -> None:
-        """Leave the signal to Lightning again, also one that came after the last decision."""
+        """Let Lightning handle the signal again. If it has come already, Lightning learns of it here."""
         if self.came:
             self.end_fit()
         for each in self._undo:

@@ -382,7 +382,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers, stacked along a new first dimension; in the asynchronous phase only this one."""
+        """The tensors of all workers, stacked in a new first dimension; in the asynchronous phase this one's alone."""
         return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

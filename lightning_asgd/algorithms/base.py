@@ -123,7 +123,7 @@ class Table:
         return self.living - self.resting
 
     def catch_up(self, workers: set[int]) -> None:
-        """Count as many pushes of workers that return as of the slowest other one, which did not wait for them."""
+        """Give workers that return the clock of the slowest other one, so that none waits for them to catch up."""
         slowest = min((self.clocks[worker] for worker in self.active - workers), default=0)
         self.clocks |= Counter(dict.fromkeys(workers, slowest))
 

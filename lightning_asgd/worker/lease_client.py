@@ -158,7 +158,7 @@ class DataLeases(WorkFeed):
         return self._dry and not self._loading
 
     def ends(self, *, waits: bool) -> bool:
-        """Whether this batch is probably its last one of the epoch; ``waits`` for an answer that may say so."""
+        """Whether the present batch is probably this worker's last in the epoch; ``waits`` if a grant is on its way."""
         alone = len(self._loading) == 1 and not self._waiting and self.plan.unread == 0
         if alone and self._asked is not None and (waits or self._asked.future.done()):
             alone = not self._take_prefetched()

@@ -99,7 +99,7 @@ class MixingReplica(Replica):
         self._mix = mix
 
     def _merge(self, r: Span, x: Tensor, answer: Tensor, pushed: bool, fresh: bool, alone: bool) -> None:
-        if not pushed:  # mixed, steps that no push has brought yet would lose a part for good
+        if not pushed:  # the worker's steps are on no server yet, and mixing would drop a part of them
             super()._merge(r, x, answer, pushed, fresh, alone)
             return
         x.lerp_(answer.to(x.device), 1 - self._mix)
