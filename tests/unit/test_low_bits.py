@@ -109,7 +109,7 @@ def test_a_tiles_largest_values_are_sent(n: int, seed: int, largest: int, scale:
         sent = found != 0
         assert (found[sent].sign() == tile[sent].sign()).all()
         if scale and sent.any() and not sent.all():
-            assert size[~sent].max() <= size[sent].min()
+            assert size[~sent].max() <= size[sent].min() * (1 + 2**-11)
         if scale and n >= 4096 and len(tile) == 4096:
             large = top > top.mean()
             expected = {top[large].mean().bfloat16().item(), top[~large].mean().bfloat16().item()}
