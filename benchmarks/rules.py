@@ -8,7 +8,8 @@
 Four workers with one thread each train digits, 10,000 images of Fashion-MNIST (both SGD with momentum) and a character
 transformer (AdamW). With every rule they have the same hyper-parameters, first weights and epochs; the learning rate
 falls with every epoch. A seed fixes the first weights and the order of the data, so ratios are taken by seed. What
-counts is the loss of the servers' weights on held-out samples. "DDP, other order" is DDP with the data in another
+counts is the loss of the servers' weights on held-out samples. The loss on the training data, beside it, tells whether
+a rule is slower or fits better. "DDP, other order" is DDP with the data in another
 order: how far chance alone moves the loss.
 
 Every run is kept in results/rules.json, or with --longer in a file of its own. It counts as long as these benchmarks
@@ -143,7 +144,9 @@ def train(rule: Rule, name: str, seed: int) -> dict[str, float]:
     trainer = pl.Trainer(**options)
     trainer.fit(module, DataLoader(data, problem.batch, shuffle=True))
     answer = {"checksum": checksum(module)}
-    return {**measured(module, held_out), **answer} if trainer.is_global_zero else answer
+    if not trainer.is_global_zero:
+        return answer
+    return {**measured(module, held_out), "training_loss": measured(module, data)["loss"], **answer}
 
 
 def run(rule: Rule, name: str, seed: int) -> dict[str, Any]:
@@ -203,10 +206,10 @@ def run_all(rules: Sequence[Rule], seeds: Mapping[str, int], found: Found, file:
 # ---------------------------------------------------------------------- what they show
 
 
-def ratios(found: Found, name: str, rule: str, base: str) -> list[float]:
+def ratios(found: Found, name: str, rule: str, base: str, value: str = "loss") -> list[float]:
     """A rule's losses divided by another one's, for the seeds that both have."""
-    mine = {seed: entry["loss"] for (r, s, seed), entry in found.items() if (r, s) == (rule, name)}
-    other = {seed: entry["loss"] for (r, s, seed), entry in found.items() if (r, s) == (base, name)}
+    mine = {seed: entry[value] for (r, s, seed), entry in found.items() if (r, s) == (rule, name)}
+    other = {seed: entry[value] for (r, s, seed), entry in found.items() if (r, s) == (base, name)}
     return [mine[seed] / other[seed] for seed in sorted(mine.keys() & other.keys())]
 
 
@@ -227,8 +230,9 @@ def spread(values: Sequence[float], digits: int) -> str:
 def show(found: Found, rules: Sequence[Rule], name: str) -> bool:
     """Print a set's table, and why rules are excused; True if the others are within the limit."""
     problem, good = SETS[name], True
-    title = f"{problem.name}, {WORKERS} workers, {problem.epochs} epochs: loss on held-out samples"
-    table = Table("", "loss", *(f"of {base}'s" for base in BASES), "accuracy", "", title=title, title_justify="left")
+    title = f"{problem.name}, {WORKERS} workers, {problem.epochs} epochs: loss on held-out samples, and trained ones"
+    bases = (f"of {base}'s" for base in BASES)
+    table = Table("", "loss", *bases, "accuracy", "trained, of DDP's", "", title=title, title_justify="left")
     reasons: dict[str, list[str]] = {}
     for rule in rules:
         mine = [entry for (r, s, _), entry in found.items() if (r, s) == (str(rule), name)]
@@ -244,6 +248,7 @@ def show(found: Found, rules: Sequence[Rule], name: str) -> bool:
             spread([entry["loss"] for entry in mine], 4),
             *(spread(values, 3) for values in beside),
             f"{statistics.median(entry['accuracy'] for entry in mine):.4f}",
+            spread(ratios(found, name, str(rule), DDP, "training_loss"), 3),
             {True: "[green]PASS", False: "[red]FAIL", None: "excused" if name in rule.excused else ""}[verdict],
         )
     CONSOLE.print(table)

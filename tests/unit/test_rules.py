@@ -22,7 +22,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def entry(rule: str, name: str, seed: int, loss: float, made_with: str = "") -> dict[str, Any]:
-    about = {"rule": rule, "set": name, "seed": seed, "loss": loss, "accuracy": 0.9}
+    about = {"rule": rule, "set": name, "seed": seed, "loss": loss, "training_loss": loss, "accuracy": 0.9}
     return {**about, "made_with": made_with, "epochs": importlib.import_module("rules").SETS[name].epochs}
 
 
