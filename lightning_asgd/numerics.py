@@ -1,4 +1,4 @@
-"""Whether a tensor is finite and within bounds, and what to do if it is not."""
+"""Whether a tensor is finite and within bounds, what to do if it is not, and sums with the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_UPDATE", "checksum", "is_finite", "is_small_enough", "is_within_bounds", "largest", "zero_nonfinite"]
+__all__ = [
+    "MAX_UPDATE",
+    "checksum",
+    "inner_product",
+    "is_finite",
+    "is_small_enough",
+    "is_within_bounds",
+    "largest",
+    "zero_nonfinite",
+]
 
 _CHUNK = 1 << 20
+_PIECE = 1 << 16  # values whose products stay in a core's cache
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
 
@@ -47,6 +57,16 @@ def checksum(tensor: Tensor) -> int:
         chunk = numbers[begin : begin + _CHUNK]
         total = total * 1_000_003 + int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())
     return total % (1 << 61)
+
+
+def inner_product(one: Tensor, other: Tensor) -> float:
+    """The inner product of two vectors of a real dtype, with the same bits on every processor.
+
+    That of ``torch.dot`` is a library's, which adds up in another order on some.
+    """
+    wide = torch.float64 if one.dtype is torch.float64 else torch.float32  # a product of 16 bits would overflow
+    pieces = zip(torch.split(one, _PIECE), torch.split(other, _PIECE), strict=True)
+    return sum(float((a.to(wide) * b.to(wide)).sum()) for a, b in pieces)
 
 
 def is_small_enough(update: Tensor, weights: Tensor) -> bool:

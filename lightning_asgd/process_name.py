@@ -38,11 +38,14 @@ def gone_among(processes: Iterable[str]) -> list[str]:
 
 
 def living_stat(pid: int) -> list[str] | None:
-    """The fields of ``/proc/PID/stat`` from a process's state on; None if the process has ended."""
+    """The fields of ``/proc/PID/stat`` from a process's state on; None if the process has ended.
+
+    Raises an ``OSError`` if the system does not say, for instance when too many files are open.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:  # no Path: it interns the number, and Python's table of these grows
             fields = file.read().rpartition(")")[2].split()  # the name may hold anything
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields  # its parent has not asked for its exit code
 
@@ -51,7 +54,10 @@ def _has_ended(process: str, place: str) -> bool:
     pid = pid_of(process)
     if not pid or not process.startswith(f"{machine_and_pid(pid)}{place}-"):
         return False
-    return living_stat(pid) is None
+    try:
+        return living_stat(pid) is None
+    except OSError:
+        return False
 
 
 def _place() -> str:

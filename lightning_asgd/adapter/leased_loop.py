@@ -49,7 +49,7 @@ from lightning_asgd.adapter.sampled_data import SampledData
 from lightning_asgd.adapter.streamed_data import StreamedData
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.protocol import Epoch
-from lightning_asgd.ranges import merged
+from lightning_asgd.ranges import common, merged
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.synchronizer import Synchronizer, run
@@ -154,20 +154,24 @@ class LeasedLoop:
         accumulate = self._per_step(self._accumulate, units)
         # A checkpoint that was written within an epoch has the position.
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
-        self._schedules.stepped = position if position < self._batches else 0
         self._global_step = trainer.global_step
         resumed, self._resumed = self._resumed, {}
         resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
+        then = resumed.get("workers", self.workers) if resumes else self.workers
+        fewer = position - round(position * then / self.workers)  # batches of each worker than it was then
+        position -= fewer
+        self._schedules.stepped = position if position < self._batches else 0
         # The worker that wrote it may not have counted all steps that its batches stand for.
         counted = self._global_step - self._schedules.stepped // self._accumulate
-        self._steps_before = resumed.get("steps_before", counted) if resumes else counted
+        known = resumes and "steps_before" in resumed
+        self._steps_before = resumed["steps_before"] + fewer / self._accumulate if known else counted
         self._own, self._idle, self._given = (0, 0), True, own
         self._interval_done = self._epoch_done = self._stopped = self._told_last = False
         ends, self._validates = self._sync_intervals(units, accumulate)
         units, step = ends[-1], self._batch * accumulate
         done: tuple[tuple[int, int], ...] = ()
-        if resumes and resumed.get("units") == (shards[-1] if shards else units):
-            done = tuple((first, last) for first, last in resumed["done"])
+        if resumes and (not shards or resumed.get("units") == shards[-1]):
+            done = tuple(common(resumed["done"], 0, shards[-1] if shards else units))  # max_steps may be smaller now
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self._schedules.stepped and not shards:  # the checkpoint is of another kind of run
             trained = round(self._schedules.stepped * self.workers / accumulate) * step
@@ -381,7 +385,7 @@ class LeasedLoop:
         epoch = self.leases.plan.epoch
         number = int(epoch.key.rpartition("/")[2])
         about = {"epoch": number, "order": epoch.order, "units": epoch.numbers, "steps_before": self._steps_before}
-        return {**about, "done": done}
+        return {**about, "workers": self.workers, "done": done}
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
         """Set a checkpoint's counts of batches to those of equally fast workers: DDP's."""

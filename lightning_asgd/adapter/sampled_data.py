@@ -22,6 +22,7 @@ class SampledData:
     def __init__(self, trainer: Any, leases: DataLeases) -> None:
         self._trainer, self._leases = trainer, leases
         self._loader: Any = None
+        self._in_order = True
         self._batch = 1
         self._items: list[Any] = []  # of the present epoch, of all workers
 
@@ -38,6 +39,8 @@ class SampledData:
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
         inner.sampler.set_epoch(epochs_begun(self._trainer))
+        # Leases know a batch by its turn. An early release of torch has no such setting, and keeps the order.
+        self._in_order, loader.in_order = getattr(loader, "in_order", True), True
         replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
 
     def start(self) -> None:
@@ -48,6 +51,7 @@ class SampledData:
         """Restore the training dataloader: it may be the user's own."""
         if self._loader is not None:
             replace_batch_sampler(self._loader, self._loader.batch_sampler.inner)
+            self._loader.in_order = self._in_order
             self._loader = None
 
     def count(self, expected: float) -> int:

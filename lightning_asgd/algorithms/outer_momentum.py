@@ -40,6 +40,7 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.numerics import inner_product
 from lightning_asgd.validation import at_least, between
 
 __all__ = ["CAPPED", "MOST", "Alignment", "OuterMomentum", "capped_factor"]
@@ -67,11 +68,10 @@ class Alignment:
         """That of *b* and *D*, shape ``(n,)``; None if *D* is zero."""
         if update.is_complex():
             momentum, update = torch.view_as_real(momentum).flatten(), torch.view_as_real(update).flatten()
-        wide = torch.float64 if update.dtype is torch.float64 else torch.float32  # a product of 16 bits would overflow
         length = float(torch.linalg.vector_norm(update, dtype=torch.float64))
         if length == 0:
             return None
-        along = float(torch.dot(momentum.to(wide), update.to(wide))) / length / length
+        along = inner_product(momentum, update) / length / length
         size = float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) / length
         return cls(along, math.sqrt(max(size * size - along * along, 0.0)))
 

@@ -28,10 +28,16 @@ _CLOSING = """Secrets, e-mail addresses and home folders were replaced as far as
 recognised. Host names and addresses are in the file: read it before you publish it."""
 
 # What precedes a secret, and what secrets look like. No expression takes longer than the text is long.
-_NAMED = r"(?i)((?:secret|token|passw(?:or)?d|(?:api|access)[-_]?key|credentials?)(?:\\?[\"'])?[ \t]*[:=][ \t]*"
+_NAME = (
+    r"(?:secret|token|passw(?:or)?d|passphrase|pwd|(?:api|access|private)[-_]?key|credentials?)"
+    r"(?:[-_](?:key|base|value|file))?"
+)
+_NAMED = rf"(?i)({_NAME}(?:\\?[\"'])?[ \t]*[:=][ \t]*"
 _SECRETS = (
+    (rf"(?im)^([ \t]*(?:[A-Za-z0-9]+[-_]){{0,4}}{_NAME}:[ \t]+)(?![\"'])\S[^\n]*", r"\1<redacted>"),
+    (rf"(?i)(--(?:[A-Za-z0-9]+[-_]){{0,4}}{_NAME}[ \t]+)(?![-\"'])\S+", r"\1<redacted>"),
     (_NAMED + r"\\?([\"']))(?:(?!\\?\2)[^\n])+", r"\1<redacted>"),
-    (_NAMED + r")[^\s\"'\\,;}<]+", r"\1<redacted>"),
+    (_NAMED + r")[^\s\"'\\;}<]+", r"\1<redacted>"),
     (r"(?i)\b(bearer|basic) +[\w.~+/=-]{8,}", r"\1 <redacted>"),
     (r"(://)[^\s/@:]{0,64}:[^\s/@]{1,256}@", r"\1<redacted>@"),
     (r"\b(?:hf_|gh[a-z]_|sk-|AKIA|xox[a-z]-|eyJ)[\w.-]{12,}|\b[0-9a-fA-F]{32,}\b", "<redacted>"),
@@ -60,7 +66,7 @@ def pack(run_dir: str, file: Path | None, write_page: Callable[[], object]) -> i
 
     top = Path(run_dir)
     if not top.is_dir():
-        raise ConfigurationError(f"{run_dir!r} is no folder of this machine. Expected one with logs: copy them first.")
+        raise ConfigurationError(f"{run_dir!r} is not a folder on this machine. Copy the logs here first.")
     target = file or Path(time.strftime("asgd-bundle-%Y%m%d-%H%M%S.zip"))
     if target.exists():
         raise ConfigurationError(f"{str(target)!r} is there already. Expected the name of a new file.")
@@ -92,19 +98,21 @@ def _texts(top: Path, run: Path | None, notes: list[str]) -> dict[str, tuple[str
     for path in sorted({*top.iterdir(), *(run.rglob("*") if run else ())}):
         if path.is_symlink() or not path.is_file():
             continue
-        name, size = path.relative_to(top).as_posix(), path.stat().st_size
+        name = path.relative_to(top).as_posix()
         if not any(fnmatch(path.name, pattern) for pattern in _PACKED):
             others += 1
-        elif size > min(_LARGEST, left):
-            notes.append(
-                f"Not packed: {name}, {in_bytes(size)} (at most {in_bytes(_LARGEST)}, {in_bytes(_ALL)} in all)"
-            )
-        else:
-            try:
+            continue
+        try:
+            size = path.stat().st_size
+            if size > min(_LARGEST, left):
+                notes.append(
+                    f"Not packed: {name}, {in_bytes(size)} (at most {in_bytes(_LARGEST)}, {in_bytes(_ALL)} in all)"
+                )
+            else:
                 found[name] = path.read_text(errors="replace"), path.stat().st_mtime
                 left -= size
-            except OSError as error:
-                notes.append(f"Not packed: {name}: {error.strerror}")
+        except OSError as error:  # such as a log that was removed meanwhile
+            notes.append(f"Not packed: {name}: {error.strerror}")
     if others:
         notes.append(f"Not packed, of other kinds (checkpoints, pictures, ...): {others} files")
     return found
@@ -117,7 +125,7 @@ def _write(target: Path, packed: Mapping[str, str]) -> None:
                 archive.writestr(name, text)
     except OSError as error:
         raise ConfigurationError(
-            f"{str(target)!r} cannot be written: {error}. Expected a file of this user."
+            f"{str(target)!r} cannot be written: {error}. Expected a path that you can write to."
         ) from error
 
 

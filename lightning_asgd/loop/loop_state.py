@@ -43,6 +43,7 @@ class LoopState:
     """Order and units of the passes of the present epoch that are over."""
     trained: list[tuple[bytes, int]] = field(default_factory=list)
     """The same of the epoch within which a checkpoint was written, until they are over here too."""
+    _skips: bool = False  # whether the present pass was over when the checkpoint was written
 
     def load(self, state: Mapping[str, Any], algorithm: str, num_servers: int) -> None:
         """Continue from a checkpoint, which may be of another algorithm or number of servers."""
@@ -81,9 +82,11 @@ class LoopState:
 
     def done_of(self, order: bytes, units: int) -> tuple[tuple[int, int], ...]:
         """Ranges of the pass that begins that had been trained when the checkpoint was written."""
+        self._skips = bool(self.trained) and self.trained[0] == (order, units)
+        if self._skips:
+            del self.trained[0]
+            return ((0, units),)
         if self.trained:
-            if self.trained.pop(0) == (order, units):
-                return ((0, units),)
             self.trained, self.data = [], {}  # of another program
         if (self.data.get("order"), self.data.get("units")) != (order, units):
             return ()
@@ -98,7 +101,7 @@ class LoopState:
         self.passes += 1
         if self.in_epoch:
             self.finished.append((order, units))
-        if not self.trained:
+        if not self._skips:  # else the part of a later one may have been trained, too
             self.data = {}
 
     def end_epoch(self) -> None:

@@ -272,6 +272,8 @@ class Supervisor:
             with self._lock:
                 if server not in self._servers:  # killed meanwhile: another host's succeeds it
                     replacement.process.kill()
+                    replacement.process.wait()
+                    replacement.close()
                     return
                 self._exits = [each for each in self._exits if not self.has_returned(each["worker"])]
                 for exited in self._exits:

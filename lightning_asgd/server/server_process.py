@@ -49,6 +49,7 @@ _SHUT = (
     "No process can connect to this server any more: a connection to it ended before it was set up, after which "
     "torch's RPC accepts no more. A port scan can cause this. ASGDStrategy(transport='zmq') is not affected.\n"
 )
+_MUTE = "The thread that answers this server's messages has failed; see above.\n"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def run_server(argv: list[str] | None = None) -> int:
                 _guarded(lambda: _report_gone(service))
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
-                shut = not server.accepts() and service.replaceable
+                shut = not server.answers() or (not server.accepts() and service.replaceable)
         if (settings.moves and not shut) or lease.over:  # as if it was killed: others may serve in its place
             time.sleep(_TICK_S if stopped else 0.0)  # the last answers of a job that ends
             os._exit(0 if stopped else 1)
@@ -143,7 +144,7 @@ def run_server(argv: list[str] | None = None) -> int:
             while not stopped and time.monotonic() < deadline and _has_workers(service):
                 time.sleep(_TICK_S)
     if shut:
-        os.write(sys.stderr.fileno(), _SHUT.encode())
+        os.write(sys.stderr.fileno(), (_SHUT if server.answers() else _MUTE).encode())
     if shut or (settings.run and not stopped):  # as if it was killed: workers get their replies from a replacement
         os._exit(1)
     service.close()

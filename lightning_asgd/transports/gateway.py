@@ -17,6 +17,7 @@ then answer for so long.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -342,14 +343,20 @@ class _Relay:
             ahead.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 ahead.connect((_LOOPBACK, port))
-        except OSError:
-            self._drop(caller, _NO if caller.asks else b"")
+        except OSError as error:
+            self._turn_away(caller, error.errno)
             return
         self._watch(ahead, selectors.EVENT_WRITE, lambda _: self._join(caller, ahead))
 
+    def _turn_away(self, caller: _Caller, error: int | None) -> None:
+        """Close a connection that leads nowhere. Only a refusal shows that the server is gone."""
+        self._drop(caller, _NO if caller.asks and error == errno.ECONNREFUSED else b"")
+
     def _join(self, caller: _Caller, ahead: socket.socket) -> None:
-        if ahead.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._drop(caller, _NO if caller.asks else b"")
+        if caller not in self._callers:  # dropped since the system said that it is ready
+            return
+        if error := ahead.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._turn_away(caller, error)
             return
         if caller.asks:
             self._drop(caller, _YES)

@@ -33,6 +33,9 @@ class Server(Protocol):
     def accepts(self) -> bool:
         """Whether workers can connect to it."""
 
+    def answers(self) -> bool:
+        """Whether messages of connected workers are answered."""
+
     def close(self) -> None:
         """Stop answering."""
 

@@ -238,8 +238,15 @@ class RpcServer:
         self.address = self._agent.address
 
     def accepts(self) -> bool:
-        """Whether workers can connect."""
-        return tensorpipe.listening_sockets() >= self._sockets
+        """Whether workers can connect. True while too many files are open to find out."""
+        try:
+            return tensorpipe.listening_sockets() >= self._sockets
+        except OSError:
+            return True
+
+    def answers(self) -> bool:
+        """Whether messages are answered: TensorPipe's threads do not end."""
+        return _server is self
 
     def close(self) -> None:
         """Stop answering. May be called more than once."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import importlib
 import os
 import socket
@@ -216,6 +217,8 @@ def listening_sockets() -> int:
 
     TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
     scanner, or of a worker that was killed while it joined.
+
+    Raises an ``OSError`` if too many files are open to find out.
     """
     return sum(map(_listens, map(int, os.listdir("/proc/self/fd"))))
 
@@ -227,8 +230,10 @@ def _listens(number: int) -> bool:
             return False
         with socket.socket(fileno=os.dup(number)) as found:
             return found.family != socket.AF_UNIX and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:  # closed meanwhile
-        return False
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return False  # closed meanwhile
 
 
 def _await_network(interface: str) -> None:

@@ -128,11 +128,18 @@ class ZmqServer(Loop):
             if self._pool is None:
                 self._take(frames)
             else:
-                self._pool.submit(self._take, frames)
+                try:
+                    self._pool.submit(self._take, frames)
+                except RuntimeError:  # the system allows no further thread
+                    self._take(frames)
 
     def accepts(self) -> bool:
         """Whether workers can connect: ZeroMQ keeps listening whatever happens to a connection."""
-        return True
+        return self.answers()
+
+    def answers(self) -> bool:
+        """Whether the thread that answers still runs."""
+        return not self.closed.is_set()
 
     def end(self) -> None:
         """See :class:`Loop`."""

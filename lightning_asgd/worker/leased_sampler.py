@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils.data import Sampler
+
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
@@ -80,9 +83,34 @@ def undivided(sampler: Any) -> Iterator[None]:
 
 
 def in_common_order(sampler: Any, seed: int) -> list[Any]:
-    """All that a sampler yields, in the order that every worker gets with the same seed."""
-    with same_random_numbers(seed):
-        return list(sampler)
+    """All that a sampler yields, in the order that every worker gets with the same seed.
+
+    A sampler's own ``torch.Generator`` begins at this seed plus its own one, so that a worker which joins or resumes
+    later has the same order. Afterwards its state is as before.
+    """
+    generators = {id(each): each for each in _generators(sampler)}.values()
+    kept = [each.get_state() for each in generators]
+    for each in generators:
+        each.manual_seed((each.initial_seed() + seed) % 2**63)
+    try:
+        with same_random_numbers(seed):
+            return list(sampler)
+    finally:
+        for each, state in zip(generators, kept, strict=True):
+            each.set_state(state)
+
+
+def _generators(sampler: Any) -> Iterator[torch.Generator]:
+    """Those of a sampler, and of the samplers that it takes from, directly or through another object."""
+    for value in _attributes(sampler):
+        if isinstance(value, torch.Generator):
+            yield value
+        elif isinstance(value, Sampler) or any(isinstance(inner, Sampler) for inner in _attributes(value)):
+            yield from _generators(value)
+
+
+def _attributes(thing: Any) -> list[Any]:
+    return list(getattr(thing, "__dict__", {}).values())
 
 
 def digest(items: Sequence[Any]) -> bytes:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.futures import Future
-from torch.utils.data import RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_asgd.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
@@ -754,6 +754,22 @@ def test_the_order_of_an_epoch_changes_no_random_state_also_of_devices(monkeypat
     orders = [in_common_order(RandomSampler(range(50)), seed) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_samplers_own_generator_begins_anew_in_every_epoch(wrapped: bool) -> None:
+    """A worker that resumes or joins later has drawn less from it than the others."""
+
+    def sampler(seed: int) -> Any:
+        each = RandomSampler(range(50), generator=torch.Generator().manual_seed(seed))
+        return BatchSampler(each, 5, drop_last=False) if wrapped else each
+
+    old, new = sampler(7), sampler(7)
+    first = [in_common_order(old, seed) for seed in (1, 2, 3)]
+    assert in_common_order(new, 3) == first[2]
+    assert first[0] != first[1] != first[2]
+    assert in_common_order(sampler(8), 3) != first[2]
+    assert list(new) == list(sampler(7))  # outside, it continues where it was
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,35 @@ def test_an_epoch_whose_passes_are_over_is_not_trained_again(elastic: Run, passe
     other.close()
 
 
+def test_a_checkpoint_within_a_later_pass_of_an_epoch(elastic: Run) -> None:
+    """The pass before it is over; of the present one only the rest is left to be trained."""
+    first, second = (DataLoader(numbered(SAMPLES), batch_size=size) for size in (4, 5))
+    model, optimizer, asgd = counting(elastic)
+    state: dict[str, Any] = {}
+    with asgd:
+        for _ in asgd.epochs(1):
+            for data in (first, second, first):
+                for number, (numbers,) in enumerate(asgd.batches(data)):
+                    step(model, optimizer, numbers)
+                    if data is second and number == 5:
+                        kept = asgd.state_dict()
+                        state = {**kept, "model": {name: each.clone() for name, each in kept["model"].items()}}
+    trained = state["model"]["seen"].sum()
+    assert SAMPLES < trained < 2 * SAMPLES
+    other, batches = Run(), 0
+    model, optimizer, asgd = counting(other)
+    asgd.load_state_dict(state)
+    with asgd:
+        for _ in asgd.epochs(1):
+            for data in (first, second, first):
+                for (numbers,) in asgd.batches(data):
+                    step(model, optimizer, numbers)
+                    batches += len(numbers)
+    assert batches == 3 * SAMPLES - trained
+    assert model.seen.tolist() == [3.0] * SAMPLES
+    other.close()
+
+
 def test_steps_of_several_batches_count_once(elastic: Run) -> None:
     model, optimizer, asgd = counting(elastic)
     with asgd:

@@ -191,6 +191,48 @@ def test_a_checkpoint_in_mid_epoch_holds_every_sample_that_counts_as_trained(alg
         }
 
 
+class Scheduled(Counting):
+    """Notes how often its schedule has stepped, and the values of ``global_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.append(self.trainer.global_step)
+
+    def on_fit_end(self) -> None:
+        if self.trainer.is_global_zero:
+            stepped = self.trainer.lr_scheduler_configs[0].scheduler.last_epoch
+            file = Path(self.trainer.default_root_dir, "scheduled.json")
+            file.write_text(json.dumps({"steps": self.steps, "stepped": stepped, "last": self.trainer.global_step}))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_resuming_in_mid_epoch_with_more_steps_and_another_number_of_workers(workers: int, tmp_path: Path) -> None:
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+    strategies = {"algorithm": ASGD("sum"), "start_method": "fork"}
+    first = trainer(tmp_path, ASGDStrategy(nsync=3, **strategies), callbacks=[Saving(tmp_path)], max_steps=14)
+    first.fit(Scheduled(), data)
+    written = [(torch.load(file, weights_only=True), file) for file in sorted(tmp_path.glob("*.ckpt"))]
+    saved, file = next((each, file) for each, file in written if 6 <= each["global_step"] <= 10)
+    position = saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
+    module = Scheduled()
+    again = trainer(tmp_path, ASGDStrategy(nsync=3, **strategies), devices=workers, max_epochs=1)
+    again.fit(module, data, ckpt_path=file)
+    assert module.trained.tolist() == [1.0] * SAMPLES
+    found = json.loads((tmp_path / "scheduled.json").read_text())
+    assert found["steps"] == sorted(found["steps"])
+    assert found["steps"][0] >= saved["global_step"]
+    assert found["last"] == pytest.approx(position + (20 - position) * 2 / workers, abs=0.5)
+    assert found["stepped"] == pytest.approx(found["last"], abs=1)
+
+
 def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
     def downpour() -> ASGDStrategy:
         algorithm = Downpour("adagrad", lr=0.01)

@@ -114,6 +114,39 @@ def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Pa
         assert sum(BATCH * seen.by_rank[rank]["validated"][place][1] for rank in (0, 1)) == end
 
 
+class SlowFirst(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.3 if index == 0 else 0)
+        return super().__getitem__(index)
+
+
+class Compare(Callback):
+    """Notes what was leased and what is trained of it."""
+
+    def __init__(self) -> None:
+        self.leased: list[list[int]] = []
+        self.trained: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.leased.append(trainer.strategy.fit_session._leases._loading[0].samples)
+        self.trained.append(batch[2].tolist())
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        (pl_module.folder / f"leased{trainer.global_rank}.json").write_text(json.dumps([self.leased, self.trained]))
+
+
+def test_batches_are_trained_in_the_order_in_which_they_are_leased(tmp_path: Path) -> None:
+    """A loader that yields what is ready first would have other samples counted than those that were trained."""
+    given = DataLoader(SlowFirst(), BATCH, num_workers=2)
+    given.in_order = False  # an argument from torch 2.6 on
+    trainer(tmp_path, strategy(), max_epochs=1, callbacks=[Compare()]).fit(Watching(tmp_path, slow_s=0.0), given)
+    assert Seen(tmp_path).of_epoch(0) == ONCE
+    for rank in (0, 1):
+        leased, trained = json.loads((tmp_path / f"leased{rank}.json").read_text())
+        assert trained == leased
+    assert given.in_order is False
+
+
 class SlowBefore(Callback):
     """Takes its time before a batch, and notes how long the coordinator is told that the first step takes."""
 
@@ -338,6 +371,7 @@ SAME = "Workers 0, 1 have trained the same first batch: Stream seems to yield th
             "Loader, one of 2 training dataloaders, has its own way to iterate",
             0,
         ),
+        (lambda: Loader(dataset(32), BATCH), PART, "Loader has its own way to iterate", 0),
         (lambda: loader(4, batch_size=4), PART, "1 batches per epoch are too few for 2 workers", 0),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -185,6 +186,84 @@ def test_connections_that_say_nothing_are_closed(place: Place) -> None:
     assert sum(place.process.cpu_times()[:2]) - used < 0.1, "it spins"
     for stranger in idle:
         stranger.close()
+
+
+class Relayed:
+    """The gateway's loop in this process, step by step, and where it leads."""
+
+    def __init__(self, ahead: int) -> None:
+        self.listener = listen(LOOPBACK, 0)
+        self.listener.setblocking(False)
+        self.relay = gateway._Relay(os.getppid(), self.listener, ahead)
+        self.relay._servers[0] = "", ahead
+        self.relay._opened = True
+        self.relay._look_after_callers()
+
+    def ready(self) -> list[Any]:
+        return [key for key, _ in self.relay._selector.select(DEADLINE_S)]
+
+    def step(self) -> None:
+        for key in self.ready():
+            key.data(1)
+
+    def connect(self, said: bytes) -> socket.socket:
+        caller = socket.create_connection(self.listener.getsockname())
+        caller.settimeout(DEADLINE_S)
+        caller.sendall(said)
+        self.step()
+        return caller
+
+
+@pytest.fixture
+def ahead() -> Iterator[socket.socket]:
+    with listen(LOOPBACK, 0) as listener:
+        yield listener
+
+
+def test_a_connection_that_is_dropped_when_it_is_about_to_be_passed_on(
+    monkeypatch: pytest.MonkeyPatch, ahead: socket.socket
+) -> None:
+    """Strangers open so many that the oldest are dropped, one of them in the moment in which it reaches its server."""
+    monkeypatch.setattr(gateway, "_MOST_CALLERS", 1)
+    relayed = Relayed(ahead.getsockname()[1])
+    with relayed.connect(b"\xff" + bytes(9)) as first:
+        relayed.step()  # hears it, and connects
+        with socket.create_connection(relayed.listener.getsockname()):
+            both = sorted(relayed.ready(), key=lambda key: key.fileobj is not relayed.listener)
+            assert len(both) == 2
+            for key in both:
+                key.data(1)
+            assert first.recv(1) == b""
+            assert len(relayed.relay._callers) == 1
+            assert not relayed.relay._ends
+
+
+def test_only_a_server_that_refuses_is_gone(monkeypatch: pytest.MonkeyPatch, ahead: socket.socket) -> None:
+    relayed = Relayed(1)
+    relayed.relay._servers[gateway._FIRST] = "s" * gateway._NAME, ahead.getsockname()[1]
+
+    def asked() -> bytes:
+        said = b"\xff" + (gateway._FIRST + 1).to_bytes(8, "big") + gateway._ASKS + b"s" * gateway._NAME
+        with relayed.connect(said) as caller:
+            relayed.step()
+            if relayed.relay._callers:
+                relayed.step()
+            return caller.recv(1)
+
+    assert asked() == gateway._YES
+    ahead.close()
+    assert asked() == gateway._NO
+    monkeypatch.setattr(socket, "socket", NoFiles)
+    assert asked() == b""
+
+
+class NoFiles(socket.socket):
+    """What a process gets that may open no further file."""
+
+    def __init__(self, family: int = -1, kind: int = -1, proto: int = -1, fileno: int | None = None) -> None:
+        if fileno is None and family == -1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        super().__init__(family, kind, proto, fileno)
 
 
 def test_a_gateway_that_is_killed_is_started_again(place: Place, connect: Callable[..., Transport]) -> None:

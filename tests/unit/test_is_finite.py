@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.numerics import MAX_UPDATE, is_finite, is_within_bounds, largest
+from lightning_asgd.numerics import MAX_UPDATE, inner_product, is_finite, is_within_bounds, largest
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]
@@ -84,3 +84,18 @@ def test_nothing_bad_is_called_sane(dtype: torch.dtype, bad: float) -> None:
     tensor = torch.ones(1000, dtype=dtype)
     tensor[777] = bad
     assert not is_within_bounds(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [0, 1, 1 << 16, (1 << 17) + 5])
+def test_an_inner_product_is_that_of_64_bits(dtype: torch.dtype, length: int) -> None:
+    one, other = (torch.randn(length, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+    expected = float(torch.dot(one.double(), other.double()))
+    assert inner_product(one, other) == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_inner_product_of_what_is_not_finite_is_not_finite(bad: float) -> None:
+    values = torch.ones(1 << 17)
+    values[[0, -1]] = torch.tensor([bad, -bad])
+    assert not math.isfinite(inner_product(values, torch.ones(1 << 17)))

@@ -28,6 +28,11 @@ HEX = "0123456789abcdef" * 4
         (r'"said \"token\": \"abc\" twice"', r'"said \"token\": \"<redacted>\" twice"'),
         ("token=\nnext: b", "token=\nnext: b"),
         ("db_password: a\nnext: b", "db_password: <redacted>\nnext: b"),
+        ("DJANGO_SECRET_KEY: 'a b'\nSECRET_KEY=a,b", "DJANGO_SECRET_KEY: '<redacted>'\nSECRET_KEY=<redacted>"),
+        ("  password: correct horse, battery\nn: 1", "  password: <redacted>\nn: 1"),
+        ("private_key=a passphrase: b", "private_key=<redacted> passphrase: <redacted>"),
+        ("train.py --hub-token abc --lr 0.1 --token --x", "train.py --hub-token <redacted> --lr 0.1 --token --x"),
+        ("max_tokens: 5, tokenizer: gpt2", "max_tokens: 5, tokenizer: gpt2"),
         ("Authorization: Bearer abcdefgh.ijk", "Authorization: Bearer <redacted>"),
         ("s3://user:pass@host/x", "s3://<redacted>@host/x"),
         ("login hf_abcdefghijklmnop", "login <redacted>"),
@@ -185,10 +190,10 @@ def no_place() -> list[str]:
 @pytest.mark.parametrize(
     ("prepare", "text"),
     [
-        (no_folder, "'logs/none' is no folder of this machine. Expected one with logs"),
+        (no_folder, "'logs/none' is not a folder on this machine"),
         (several_runs, "'logs' holds the logs of 2 runs"),
         (taken, "'a.zip' is there already. Expected the name of a new file."),
-        (no_place, "'none/a.zip' cannot be written: .*Expected a file of this user"),
+        (no_place, "'none/a.zip' cannot be written: .*Expected a path that you can write to"),
     ],
 )
 def test_what_cannot_be_packed(folder: Path, prepare: Callable[[], list[str]], text: str) -> None:
