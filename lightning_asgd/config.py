@@ -134,7 +134,9 @@ class ExchangeConfig:
         auto, restarted = nsync == "auto", nsync == "restarted"
         nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
-            raise ConfigurationError(f"overlap={overlap!r}. Expected True to train on meanwhile, or False to wait.")
+            raise ConfigurationError(
+                f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
+            )
         _check_others(timeouts, offload, rule)
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),

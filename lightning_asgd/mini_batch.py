@@ -96,7 +96,7 @@ def check_solver() -> None:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "The layers' ways are chosen by scipy's solver, and scipy is not installed. Install it: pip install scipy."
+            "scipy's solver chooses which layers are recomputed, and scipy is not installed: pip install scipy."
         ) from error
 
 

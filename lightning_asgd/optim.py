@@ -391,8 +391,9 @@ class SGHMC(PosteriorSampler):
 
 
 def _slope(x: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-    """The estimate of the potential's gradient."""
-    slope: Tensor = gradient * group["num_data"]
+    """The estimate of the potential's gradient, with at least 32 bits: it is as large as the number of samples."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    slope: Tensor = wide * group["num_data"]
     return slope.add_(x, alpha=group["weight_decay"])
 
 

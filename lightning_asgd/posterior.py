@@ -69,8 +69,11 @@ def averaged_prediction(
                 tensors = {name: value.to(own[name].device) for name, value in sample.items()}
                 output = functional_call(module, tensors, inputs, named_inputs)
                 output = output if transform is None else transform(output)
+                dtype = output.dtype
+                # Sums of 16 bits would stop growing.
+                output = output.float() if output.is_floating_point() and dtype.itemsize < 4 else output
                 total = output if total is None else total + output
     finally:
         for each, mode in modes:
             each.training = mode
-    return torch.as_tensor(total) / len(samples)
+    return (torch.as_tensor(total) / len(samples)).to(dtype)

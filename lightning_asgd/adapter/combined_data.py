@@ -143,7 +143,7 @@ def _joint(parts: Sequence[Any], steps: Any) -> DataLoader[Any]:
             "persistent_workers": all(each.persistent_workers for each in busy),
             "multiprocessing_context": busy[0].multiprocessing_context,
             "timeout": max(each.timeout for each in busy),
-            "worker_init_fn": InitCalls([each.worker_init_fn for each in busy]),
+            "worker_init_fn": InitCalls(busy),
         }
     pins = any(each.pin_memory for each in parts)
     return DataLoader(_Batches(parts), batch_size=None, sampler=steps, collate_fn=same, pin_memory=pins, **options)

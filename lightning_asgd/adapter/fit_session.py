@@ -45,7 +45,7 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.session_client import pickled, unpickled
-from lightning_asgd.worker.synchronizer import Skipped, run
+from lightning_asgd.worker.synchronizer import Held, Skipped, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
@@ -383,6 +383,12 @@ class FitSession(Participation):
             return {}
         return self._by_key(instead)
 
+    @property
+    def _held(self) -> Held | None:
+        """What the weights of a checkpoint hold of others' updates; None if all workers stand still."""
+        alone = self._writes_alone or self._membership.comes_and_goes  # where others may train on meanwhile
+        return self.synchronizer.caught_up if alone else None
+
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint what a fit needs to resume, with every worker's optimizers and schedulers.
 
@@ -395,7 +401,7 @@ class FitSession(Participation):
         servers = self.last.servers if self.last else self.synchronizer.state() if is_writer else []
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
         if is_writer:
-            held = self.last.held if self.last else self.synchronizer.caught_up if self._writes_alone else None
+            held = self.last.held if self.last else self._held
             self.data.save(entry, checkpoint["loops"]["fit_loop"], held, final=self.last is not None)
         checkpoint[KEY] = entry
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.synchronizer import Held, Synchronizer
 
 __all__ = ["LastState", "last_state", "write_last_checkpoint"]
 
@@ -23,13 +23,13 @@ class LastState:
 
     Attributes:
         what: the weights, as text.
-        held: the epoch, and ranges of its units whose updates they hold.
+        held: what they hold of other workers' updates.
         weights: by name, tensors to save instead of the module's own.
         servers: what the servers keep beside the weights; empty if they are gone.
     """
 
     what: str
-    held: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
+    held: Held = ("", ())
     weights: dict[str, Tensor] = field(default_factory=dict)
     servers: list[Any] = field(default_factory=list)
 

@@ -52,15 +52,12 @@ from lightning_asgd.protocol import Epoch
 from lightning_asgd.ranges import common, merged
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.synchronizer import Synchronizer, run
+from lightning_asgd.worker.synchronizer import Held, Synchronizer, run
 
 __all__ = ["LeasedData", "LeasedLoop"]
 
 LeasedData = SampledData | CombinedData | StreamedData
 """What there is to lease."""
-
-Held = tuple[str, tuple[tuple[int, int], ...]]
-"""An epoch, and ranges of its units whose updates are in some weights: :attr:`Synchronizer.caught_up`."""
 
 
 class LeasedLoop:
@@ -378,7 +375,8 @@ class LeasedLoop:
         epoch = self.leases.plan.epoch
         if held is None:
             return self._about(self.leases.done())
-        others = held[1] if held[0] == epoch.key else () if final else self.leases.done()
+        known = self.leases.done() if held[1] is None and not final else held[1] or ()
+        others = known if held[1] is None or held[0] == epoch.key else ()  # else of an earlier epoch
         return self._about(tuple(merged(sorted([*others, *self.leases.own]))))  # without what others have pushed since
 
     def _about(self, done: tuple[tuple[int, int], ...]) -> dict[str, Any]:

@@ -44,12 +44,14 @@ def table(title: str, *headings: str) -> Table:
 def in_bytes(count: float) -> str:
     """Bytes in the unit that fits: ``"102 MB"``."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:,.3g} TB"
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:,.0f} TB"
 
 
 def in_seconds(seconds: float) -> str:
     """Seconds or milliseconds: ``"2.5 s"``, ``"250 ms"``."""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:.3g} ms"

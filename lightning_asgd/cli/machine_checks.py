@@ -258,7 +258,9 @@ def check_free_port(
     if error is None:
         return Check(name, OK, f"{port} is free")
     if isinstance(error, PermissionError):
-        return Check(name, PROBLEM, f"{port} is not for this user: {error.strerror}.", "Choose a port above 1023.")
+        return Check(
+            name, PROBLEM, f"this user may not listen on port {port}: {error.strerror}.", "Choose a port above 1023."
+        )
     if error.errno != errno.EADDRINUSE:
         return Check(name, PROBLEM, f"{port} cannot be listened on: {error.strerror}.", "Check MASTER_ADDR.")
     who = holder(port) or "a process that this user may not see"

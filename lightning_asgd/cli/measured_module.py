@@ -46,7 +46,7 @@ def measure_module(reference: str, batch_sizes: list[int], memory_gb: float | No
 
     module, loader = module_and_loader(reference)
     step = TrainingStep(module)
-    batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): next(iter(loader))}
+    batches = {size: _batch(loader, size) for size in batch_sizes} or {_size(loader): _first(loader)}
     tensors = [p for p in module.parameters() if p.requires_grad]
     tensors += [b for b in module.buffers() if b.is_floating_point()]
     exchanged = sum(t.nbytes for t in tensors)
@@ -71,9 +71,15 @@ def measure_module(reference: str, batch_sizes: list[int], memory_gb: float | No
 
 
 def _size(loader: Any) -> int:
-    if not loader.batch_size:
+    if not getattr(loader, "batch_size", None):
         raise ConfigurationError(f"{loader!r} has no batch_size. Expected a loader with one, or batch_sizes.")
     return int(loader.batch_size)
+
+
+def _first(loader: Any) -> Any:
+    for batch in loader:
+        return batch
+    raise ConfigurationError(f"{loader!r} is empty. Expected at least one batch.")
 
 
 def _batch(loader: Any, size: int) -> Any:
@@ -85,6 +91,8 @@ def _batch(loader: Any, size: int) -> Any:
         raise ConfigurationError(
             f"{dataset!r} cannot be indexed, so batch_sizes={size} cannot be tried. Expected a map-style dataset."
         )
+    if not len(dataset):
+        raise ConfigurationError(f"{dataset!r} is empty. Expected at least one sample.")
     return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
 
 

@@ -80,6 +80,9 @@ def plan(
         picture: PNG file for a picture of the scaling.
     """
     _check(locals())
+    console()  # it may lack a package, and a measurement takes long
+    if picture is not None:
+        pyplot()
     if (measured := None if module is None else measure_module(module, batch_sizes or [], memory_gb)) is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes / 4, 4, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)

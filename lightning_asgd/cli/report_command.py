@@ -29,7 +29,9 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
             written.
     """
     if bundle and out is not None:
-        raise ConfigurationError(f"out={out} was given with bundle. Expected one: a bundle has the page in the folder.")
+        raise ConfigurationError(
+            f"out={out} was given with bundle, which writes the page into the run's folder. Expected one of them."
+        )
     if bundle:
         return pack(run_dir, bundle if isinstance(bundle, Path) else None, lambda: report(run_dir))
     from lightning_asgd.monitoring.metric_log import find_log, read  # here, since they import torch
@@ -49,7 +51,7 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
         page = write(fits[-1], folder, about=about)
     except OSError as error:
         raise ConfigurationError(
-            f"The page cannot be written to {str(folder)!r}: {error}. Expected one of this user's. Pass --out FOLDER."
+            f"The page cannot be written to {str(folder)!r}: {error}. Pass --out with one that you can write to."
         ) from error
     sys.stdout.write(f"{page}\n")
     return None

@@ -37,8 +37,8 @@ def measure_stalls(
     """
     from lightning_asgd.data_stalls.probe import stalls as measured
 
+    output = console()  # before the measurement: it may lack a package
     found = measured(*module_and_loader(module), steps=steps, warm_up=warm_up, repeats=repeats, files=files)
-    output = console()
     output.print(_time(found))
     output.print(_rates(found))
     output.print(_what_if(found))
@@ -73,7 +73,7 @@ def _rates(found: Stalls) -> Table:
 
 
 def _what_if(found: Stalls) -> Table:
-    made = table("What if (predicted)", "", "samples/s", "of now")
+    made = table("What if (predicted)", "", "samples/s", "times as fast")
     now_s = found.predicted_step_s()
     more = max(1, 2 * found.processes)
     steps_s = {

@@ -32,11 +32,15 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
     from lightning_asgd.config import seconds
 
     seconds("every_n_seconds", every_n_seconds)
-    transport, run = _connect(server)
     screen = console()
+    transport, run = _connect(server)
     try:
         view = _look(transport)
         screen.print(tables(run, view))
+        while watch and not screen.is_terminal:  # there is nothing to overwrite
+            time.sleep(every_n_seconds)
+            before, view = view, _look(transport)
+            screen.print(tables(run, view, before))
         if watch:
             from rich.live import Live
 
@@ -98,11 +102,13 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
 
     if view.epoch is None:
         progress = "no epoch has begun"
+    elif not view.steps:  # not known before the epoch ends
+        progress = f"epoch {view.epoch}: {view.done} steps"
     else:
         progress = f"epoch {view.epoch}: {view.done} of {view.steps} steps ({view.done / view.steps:.0%})"
     refused = f", {view.refused} updates rejected" if view.refused else ""
-    title = f"run {run}   {progress}   version {view.version}{refused}"
-    headings = ("steps", "s/step", "samples/s", "staleness", "waits", "heard of")
+    title = f"run {escape(run)}   {progress}   version {view.version}{refused}"
+    headings = ("steps", "s/step", "samples/s", "staleness", "waits", "last seen")
     made = table(title, "worker", "", *headings)
     earlier = {} if before is None else {worker.worker: worker for worker in before.workers}
     for worker in view.workers:

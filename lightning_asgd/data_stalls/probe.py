@@ -145,7 +145,7 @@ def _seconds_per_pass(
 def _seconds_per_batch(
     batches: Iterable[Any], warm_up: int, use: Callable[[Any], None], clock: Callable[[], float]
 ) -> float:
-    begun, count = 0.0, 0
+    begun, count = clock(), 0
     for count, batch in enumerate(batches, 1):
         use(batch)
         if count == warm_up:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -96,8 +97,7 @@ class SharedLoader:
         self._programs, self._patience_s, self._options = programs, patience_s, options
         if not hasattr(os, "memfd_create"):
             raise ConfigurationError("SharedLoader needs Linux. Expected a DataLoader on this system.")
-        collate = getattr(collate_fn, "__module__", ""), getattr(collate_fn, "__qualname__", "")
-        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed, *collate))
+        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed, _identity(collate_fn)))
         self._batches = _Batches(dataset, batch_size, seed if shuffle else None, collate_fn, drop_last=drop_last)
         self._memory = named_memory(f"batches {found_by}", NUMBERS)
         patience_ms = int(1000 * patience_s)
@@ -388,9 +388,23 @@ def _name_of(dataset: Any, name: str, settings: tuple[Any, ...]) -> str:
         return name_of(name or dataset, len(dataset), *settings)
     except Exception as error:  # whatever a class raises
         raise ConfigurationError(
-            f"{type(dataset).__name__} cannot be pickled: {error}. Expected a data set that can, or a name: programs "
-            "find each other by it."
+            f"{type(dataset).__name__} cannot be pickled, or what makes its batches: {error}. Expected a data set that "
+            "can, or a name, and such a collate_fn: programs find each other by them."
         ) from error
+
+
+def _identity(collate_fn: Any) -> Any:
+    """What tells it from others: a function's name, and of a local one its code and variables; else the object."""
+    if isinstance(collate_fn, MethodType):
+        return collate_fn.__qualname__, collate_fn.__self__
+    if not hasattr(collate_fn, "__qualname__"):
+        return collate_fn
+    code = getattr(collate_fn, "__code__", None)
+    if code is None or "<" not in collate_fn.__qualname__:
+        return collate_fn.__module__, collate_fn.__qualname__
+    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
+    variables = [cell.cell_contents for cell in collate_fn.__closure__ or ()]
+    return collate_fn.__module__, collate_fn.__qualname__, code.co_code, constants, variables
 
 
 def _started(process: int) -> int:

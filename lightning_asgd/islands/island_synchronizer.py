@@ -22,7 +22,7 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.exchanger import Channel, Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import Skipped, Synchronizer, Training, Waits, run
+from lightning_asgd.worker.synchronizer import Held, Skipped, Synchronizer, Training, Waits, run
 from lightning_asgd.worker.worker_setup import Start, check_shapes, exchanged_tensors, fragments_of, named_state
 
 __all__ = ["IslandSynchronizer", "set_up_island"]
@@ -161,12 +161,12 @@ class IslandSynchronizer(Synchronizer):
     peek = catch_up
 
     @property
-    def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def caught_up(self) -> Held:
         """What the weights fetched last hold; see :class:`Synchronizer`. All processes ask together."""
 
-        def look() -> tuple[str, tuple[tuple[int, int], ...]]:
+        def look() -> Held:
             channels = [] if self._exchanger is None else self._exchanger.channels
-            return (channels[0].log.epoch, channels[0].log.done) if len(channels) == 1 else ("", ())
+            return (channels[0].log.epoch, channels[0].log.done) if len(channels) == 1 else ("", None)
 
         return self._group.share(look)
 

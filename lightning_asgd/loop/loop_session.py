@@ -26,7 +26,7 @@ from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.program_gradients import ProgramGradients
-from lightning_asgd.worker.synchronizer import Synchronizer, Waits, run
+from lightning_asgd.worker.synchronizer import Held, Synchronizer, Waits, run
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["LoopSession"]
@@ -430,11 +430,12 @@ class LoopSession(Participation, Trainee):
             "servers": self.synchronizer.state(),
         }
 
-    def _trained_of_pass(self, held: tuple[str, tuple[tuple[int, int], ...]]) -> Mapping[str, Any]:
+    def _trained_of_pass(self, held: Held) -> Mapping[str, Any]:
         leases = self._leases
         if not leases.opened:
             return {}
         epoch = leases.plan.epoch
-        others = held[1] if held[0] == epoch.key else leases.done()
+        known = leases.done() if held[1] is None else held[1]
+        others = known if held[1] is None or held[0] == epoch.key else ()
         done = merged(sorted([*others, *leases.own]))  # without what others have pushed since
         return {"order": epoch.order, "units": epoch.units, "done": done}

@@ -119,30 +119,55 @@ class MetricLog:
         self._file.add(json.dumps({"kind": kind, **about}, separators=(",", ":")) + "\n")
 
 
-class _Local:
+class _File:
+    """A file of metrics. If it cannot be written, one warning says so and training continues."""
+
+    _broken = False
+
+    def _give_up(self, place: object, error: Exception) -> None:
+        self._broken = True
+        log.warning(
+            "The workers' metrics cannot be written to %s (%s: %s). Training continues, but `lightning-asgd report` "
+            "will not show what follows. Check the space and the access, or log to another folder.",
+            place,
+            type(error).__name__,
+            error,
+        )
+
+
+class _Local(_File):
     """A file of this machine."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):  # its writer was killed
+                self.add("\n")
+        except OSError as error:
+            self._give_up(self.path, error)
 
     def add(self, line: str) -> None:
-        with self.path.open("a") as file:
-            file.write(line)
+        if self._broken:
+            return
+        try:
+            with self.path.open("a") as file:
+                file.write(line)
+        except OSError as error:
+            self._give_up(self.path, error)
 
     def close(self) -> None:
         """Every line is written already."""
 
 
-class _Remote:
-    """A file at a URL. If it cannot be written, one warning says so and training continues."""
+class _Remote(_File):
+    """A file at a URL."""
 
     def __init__(self, folder: str) -> None:
         self.url = os.path.join(folder, FILE)
         self.path = Path(FILE)
         self._lines: list[str] = []
         self._upload_at = 0.0
-        self._broken = False
         try:
             self._fs, path = _file_system(self.url)
             self.path = Path(path)
@@ -150,7 +175,7 @@ class _Remote:
             if self._fs.exists(path):
                 self._lines.append(self._fs.cat_file(path).decode())
         except Exception as error:
-            self._give_up(error)
+            self._give_up(self.url, error)
 
     def add(self, line: str) -> None:
         self._lines.append(line)
@@ -165,19 +190,9 @@ class _Remote:
         try:
             self._fs.pipe_file(str(self.path), "".join(self._lines).encode())
         except Exception as error:  # each file system has its own kinds
-            self._give_up(error)
+            self._give_up(self.url, error)
         now = time.monotonic()
         self._upload_at = now + max(_UPLOAD_S, _SHARE * (now - begun))
-
-    def _give_up(self, error: Exception) -> None:
-        self._broken = True
-        log.warning(
-            "The workers' metrics cannot be written to %s (%s: %s). Training continues, but `lightning-asgd report` "
-            "will have nothing to show. Check the access, or log to a local folder.",
-            self.url,
-            type(error).__name__,
-            error,
-        )
 
 
 def _is_url(place: str | Path) -> bool:
@@ -260,8 +275,8 @@ def read(path: str | Path) -> list[Fit]:
         try:
             _take(json.loads(line), fits)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            if number == len(lines):  # it was being written when the job was killed
-                break
+            if number == len(lines) or '"kind":"fit"' in lines[number][:16]:  # its writer was killed
+                continue
             raise ConfigurationError(
                 f"Line {number} of {str(path)!r} cannot be read ({error!r}). Expected a file that an ASGDMonitor wrote."
             ) from error
@@ -272,10 +287,16 @@ def read(path: str | Path) -> list[Fit]:
 
 
 def _text(file: str | Path) -> str:
-    if not _is_url(file):
-        return _local(file).read_text()
-    fs, path = _file_system(str(file))
-    return str(fs.cat_file(path).decode())
+    try:
+        if not _is_url(file):
+            return _local(file).read_text()
+        fs, path = _file_system(str(file))
+        return str(fs.cat_file(path).decode())
+    except Exception as error:  # each file system has its own kinds
+        raise ConfigurationError(
+            f"{str(file)!r} cannot be read ({type(error).__name__}: {error}). Expected a file that an ASGDMonitor "
+            "wrote, and that you may read."
+        ) from error
 
 
 def _take(line: dict[str, Any], fits: list[Fit]) -> None:

@@ -73,6 +73,7 @@ class Supervisor:
         self._irreplaceable: str | None = None  # why a server is not replaced
         self._exit_report: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: set[str | int] = set()  # keys of servers, and ranks, whose end was noticed
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self._reaper: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
@@ -105,6 +106,18 @@ class Supervisor:
             server = self._new_server(self._first + len(self._servers), self.rendezvous, succeeds=succeed)
             self._servers.append(server)
             self.register(server.process.pid)
+            for exited in self._exits:
+                server.report_exit(**exited)
+
+    def follow(self, former: Supervisor) -> None:
+        """Watch over the workers of a supervisor that is closed, and know which of them have ended."""
+        self._exits = [each for each in former._exits if not former.has_returned(each["worker"])]
+        self._ended = {*former._ended} & former._workers.keys()
+        self._excused |= former._excused
+        for rank, process in former._workers.items():
+            self.add_worker(rank, process)
+        former._workers = {}
+        former._end_reaper()
 
     def keys(self, number: int) -> list[str]:
         """Rendezvous keys of the first servers' addresses."""
@@ -191,7 +204,10 @@ class Supervisor:
         self._end([*self._servers, *([self._standby] if self._standby is not None else [])])
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
-        # Workers may still be finishing: the reaper stays for them and goes with this process.
+        self._end_reaper()
+
+    def _end_reaper(self) -> None:
+        """Unless workers are still finishing: then the reaper stays for them and goes with this process."""
         if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
             if self._reaper.stdin is not None:
                 self._reaper.stdin.close()
@@ -307,13 +323,13 @@ class Supervisor:
                 self.register(self._standby.process.pid)
 
     def _watch(self) -> None:
-        ended: set[str | int] = set()
         while not self._closing.wait(_POLL_S):
             self._keep_standby()
-            self._look(ended)
+            self._look()
 
-    def _look(self, ended: set[str | int]) -> None:
+    def _look(self) -> None:
         """Look once which processes have ended, but those that are known to have."""
+        ended = self._ended
         for server in list(self._servers):
             # After the end of a lease servers end by themselves. They are replaced if it is extended once more.
             in_time = time.monotonic() <= self._lease_until
@@ -355,8 +371,10 @@ def ensure(
             _current.add_servers(num_servers, succeed=succeed)
             return _current
         _current.close()
-    _current = Supervisor(rendezvous, settings)
+    former, _current = _current, Supervisor(rendezvous, settings)
     _current.start()
+    if former is not None:
+        _current.follow(former)
     _current.add_servers(num_servers, succeed=succeed)
     return _current
 

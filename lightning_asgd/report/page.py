@@ -115,7 +115,8 @@ def _headline(fit: Fit, about: str) -> str:
 def _facts(fit: Fit) -> str:
     workers = totals(fit).values()
     whole = measures([Window(each) for each in workers])
-    alive, samples, seconds = sum(e.at_s for e in workers), sum(e.samples for e in workers), fit.entries[-1].at_s
+    alive, samples = sum(e.at_s for e in workers), sum(e.samples for e in workers)
+    seconds = max([fit.entries[-1].at_s, *(e.at_s for e in workers)])  # the chief may have joined later than others
     facts = {
         "trained for": duration(seconds),
         "samples": f"{samples:,}",
@@ -161,7 +162,8 @@ def _period(settings: dict[str, Any]) -> str:
         return "period by the theory of parallel restarted SGD (nsync='restarted')"
     if fetch != push:
         return f"push every {push} steps, fetch every {fetch}"
-    return f"every {nsync} steps" if nsync else ""
+    period = fetch or nsync
+    return f"every {period} steps" if period else ""
 
 
 def _list(lines: dict[str, str], kind: str) -> str:

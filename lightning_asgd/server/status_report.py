@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from lightning_asgd.protocol import UNKNOWN, Status, WorkerStatus
 from lightning_asgd.server.lease_table import Leases
 from lightning_asgd.server.membership import Membership
@@ -10,6 +12,12 @@ from lightning_asgd.server.shard import Shard
 __all__ = ["view"]
 
 _EVENTS = 8
+
+
+def _is_endless(leases: Leases) -> bool:
+    """Whether the number of steps of an epoch is not known before its end: a shard has an unknown length."""
+    ends = (0, *leases.epoch.shards)
+    return any(last - first >= UNKNOWN for first, last in pairwise(ends))
 
 
 def view(members: Membership, shard: Shard | None, leases: Leases | None, now: float) -> Status:
@@ -32,7 +40,7 @@ def view(members: Membership, shard: Shard | None, leases: Leases | None, now: f
         members.chief if workers else None,
         None if leases is None else leases.epoch.number,
         0 if leases is None else -(-sum(last - first for first, last in leases.finished) // leases.epoch.step),
-        0 if leases is None or leases.epoch.units >= UNKNOWN else -(-leases.epoch.units // leases.epoch.step),
+        0 if leases is None or _is_endless(leases) else -(-leases.epoch.units // leases.epoch.step),
         tuple(workers),
         tuple(members.events[-_EVENTS:]),
     )

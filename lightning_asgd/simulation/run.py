@@ -138,7 +138,8 @@ class Simulation:
         for crash in self.crashes:
             if crash.worker >= self.workers + len(self.late_workers):
                 raise ConfigurationError(
-                    f"{crash!r} names a worker that does not exist. Expected a rank below workers={self.workers}."
+                    f"{crash!r} names a worker that does not exist. Expected a rank below "
+                    f"{self.workers + len(self.late_workers)}, the number of workers and late workers."
                 )
             joins_at = [0.0] * self.workers + [late.time_s for late in self.late_workers]
             if crash.worker >= self.workers and crash.time_s <= joins_at[crash.worker]:
@@ -178,7 +179,7 @@ class Simulation:
         return speeds
 
     def _config(self) -> ExchangeConfig:
-        known = {f.name for f in fields(ExchangeConfig)} - {"timeouts"} | {"nsync", "scale"}
+        known = {f.name for f in fields(ExchangeConfig)} - {"timeouts", "auto", "restarted"} | {"nsync", "scale"}
         unknown = set(self.exchange) - known
         if unknown:
             raise ConfigurationError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
@@ -72,7 +72,7 @@ class LoaderProcesses:
                 "prefetch_factor": loader.prefetch_factor,
                 "timeout": loader.timeout,
                 "multiprocessing_context": loader.multiprocessing_context,
-                "worker_init_fn": InitCalls([loader.worker_init_fn], process),
+                "worker_init_fn": InitCalls([loader], process),
                 "collate_fn": same,
             }
             self._orders.append(orders)
@@ -134,15 +134,25 @@ class _Steps(Dataset[MadeStep]):
 
 
 class InitCalls:
-    """Calls the ``worker_init_fn`` of dataloaders in a process; with ``number``, if torch's is another."""
+    """Calls the ``worker_init_fn`` of dataloaders in a process; with ``number``, if torch's is another.
 
-    def __init__(self, calls: Sequence[Callable[[int], None] | None], number: int | None = None) -> None:
-        self._calls, self._number = [call for call in calls if call is not None], number
+    Each finds its own data set in ``get_worker_info().dataset``, and not the one that is read in its place.
+    """
+
+    def __init__(self, loaders: Sequence[Any], number: int | None = None) -> None:
+        calls = ((each.worker_init_fn, each.dataset) for each in loaders)
+        self._calls, self._number = [(call, dataset) for call, dataset in calls if call is not None], number
 
     def __call__(self, worker: int) -> None:
         """Call them."""
-        for call in self._calls:
-            call(worker if self._number is None else self._number)
+        info = get_worker_info()
+        read = getattr(info, "dataset", None)
+        for call, dataset in self._calls:
+            object.__setattr__(info, "dataset", dataset)  # it is read-only
+            try:
+                call(worker if self._number is None else self._number)
+            finally:
+                object.__setattr__(info, "dataset", read)
 
 
 def load_next(iterator: Any) -> None:

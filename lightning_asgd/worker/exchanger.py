@@ -31,7 +31,7 @@ from lightning_asgd.worker.exchange_period import Schedule
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import InFlight, ShardClient
-from lightning_asgd.worker.synchronizer import Skipped, Training, Waits, run
+from lightning_asgd.worker.synchronizer import Held, Skipped, Training, Waits, run
 
 __all__ = ["Channel", "Exchanger"]
 
@@ -73,7 +73,7 @@ class Channel:
         self.leaving: InFlight | None = None  # the exchange that is sent once the device has copied it
         self.stats = ExchangeStats()  # of all channels; set by the exchanger
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
-        self.caught_up: tuple[str, tuple[tuple[int, int], ...]] = ("", ())
+        self.caught_up: Held = ("", ())
         self._algorithm = config.algorithm
         self._training = training
         self._whole = fragments == 1
@@ -224,7 +224,7 @@ class Channel:
             self.start(kind)
             yield from self.finish(adopt=True, park=park, sync=True)
         self._forget_steps()
-        self.moved = False
+        self.moved, self.caught_up = False, (self.log.epoch, self.log.done)
 
     def rejoin(self) -> Waits:
         """Rejoin, with the servers' weights."""
@@ -325,9 +325,9 @@ class Exchanger:
         return any(channel.moved for channel in self.channels)
 
     @property
-    def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def caught_up(self) -> Held:
         """See :class:`Synchronizer`; unknown where there are several fragments, since their pushes count no units."""
-        return self.channels[0].caught_up if len(self.channels) == 1 else ("", ())
+        return self.channels[0].caught_up if len(self.channels) == 1 else ("", None)
 
     @property
     def final_once_pushed(self) -> bool:

@@ -14,10 +14,13 @@ from lightning_asgd.layout import Layout
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.trained_units import TrainedUnits
 
-__all__ = ["OwnData", "Skipped", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
+__all__ = ["Held", "OwnData", "Skipped", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
 
 Waits = Iterable[list[Future[Any]]]
 """A worker's procedure, which yields the futures that must be done before it continues. It must be iterated over."""
+
+Held = tuple[str, tuple[tuple[int, int], ...] | None]
+"""The latest epoch of which some weights hold others' updates, and of which of its units; None if that is unknown."""
 
 Skipped = bool | Tensor
 """Whether a ``GradScaler`` has skipped a step: if only the device knows, a scalar on it that is not 0 if so."""
@@ -141,11 +144,8 @@ class Synchronizer(Protocol):
         """
 
     @property
-    def caught_up(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The epoch, and ranges of its units whose updates the weights of the last :meth:`catch_up` hold.
-
-        The epoch is empty if unknown.
-        """
+    def caught_up(self) -> Held:
+        """What the weights of the last :meth:`catch_up` or :meth:`fetch` hold."""
         return "", ()
 
     def samples(self) -> list[dict[str, Tensor]]:

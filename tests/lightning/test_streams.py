@@ -29,12 +29,16 @@ LENGTHS = (40, 1, 30, 0, 25, 32)  # 128 samples
 class Shards(IterableDataset[Any]):
     """Samples that know their numbers, in shards."""
 
+    expected: tuple[int | None, ...] = (None,)
+
     def __init__(self, lengths: tuple[int, ...] = LENGTHS, *, known: bool = False) -> None:
         self.lengths, self.num_shards = lengths, len(lengths)
+        self.started: int | None = None  # in which process of a loader
         if known:
             self.shard_lengths = lengths
 
     def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
+        assert self.started in self.expected, "worker_init_fn sets it, if there is one"
         before = sum(self.lengths[:shard])
         x, y = dataset(SAMPLES).tensors
         for i in range(before + start, before + self.lengths[shard]):
@@ -184,6 +188,9 @@ def test_a_killed_workers_shard_is_finished_by_others(tmp_path: Path) -> None:
 
 def started(process: int) -> None:
     assert process in (0, 1)
+    data: Any = torch.utils.data.get_worker_info().dataset  # type: ignore[union-attr]
+    assert type(data) is Shards
+    data.started, data.expected = process, (0, 1)
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -79,7 +79,11 @@ def test_wrong_scale_is_refused(value: Any) -> None:
 def test_wrong_overlap_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         ExchangeConfig.create(nsync=10, overlap=value)
-    check_text(caught.value, f"overlap={value!r}.", "Expected True to train on meanwhile, or False to wait.")
+    check_text(
+        caught.value,
+        f"overlap={value!r}.",
+        "Expected True to train during an exchange, False to wait for it.",
+    )
 
 
 @pytest.mark.parametrize("value", [30, {"exchange_s": 30}, "30"])

@@ -128,7 +128,7 @@ def test_the_address_of_the_first_machine(given: str | None, needed: bool, state
     ("error", "by_agent", "state", "text"),
     [
         (None, False, OK, "80 is free"),
-        (errno.EACCES, False, PROBLEM, "80 is not for this user: no."),
+        (errno.EACCES, False, PROBLEM, "this user may not listen on port 80: no."),
         (errno.EADDRINUSE, False, PROBLEM, "80 is taken by sshd, process 7."),
         (errno.EADDRINUSE, True, OK, "80 is taken by sshd, process 7; torchrun's agent is expected there"),
         (errno.EADDRNOTAVAIL, False, PROBLEM, "80 cannot be listened on: no."),

@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_asgd.data_stalls import shared_loader
 from lightning_asgd.data_stalls.batch_board import Program
 from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
 from lightning_asgd.data_stalls.cache import CachedDataset
@@ -290,9 +292,38 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
             SharedLoader(Augmented(tmp_path), *arguments, **options)
     with pytest.raises(ConfigurationError, match=r"generator. Expected a map-style"):
         SharedLoader((i for i in range(3)), 1)
-    with pytest.raises(ConfigurationError, match=r"list cannot be pickled: .* Expected a data set that can, or a"):
+    with pytest.raises(ConfigurationError, match=r"list cannot be pickled.*: .* Expected a data set that can, or a"):
         SharedLoader([lambda: 0], 1)
     assert len(SharedLoader([lambda: 0], 1, name="functions")) == 1
+
+
+class Collator:
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return samples[: self.length]
+
+    def first(self, samples: list[Any]) -> Any:
+        return samples[: self.length]
+
+
+def _of(length: int) -> list[Any]:
+    """What may make batches, each with a length."""
+    return [
+        Collator(length),
+        Collator(length).first,
+        partial(torch.utils.data.default_collate, length=length),
+        lambda samples: samples[:length],
+    ]
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_programs_whose_batches_are_made_in_other_ways_do_not_share_them(kind: int) -> None:
+    one, same, other = (name_of(shared_loader._identity(_of(length)[kind])) for length in (1, 1, 2))
+    assert one == same != other
+    plain = [name_of(shared_loader._identity(each)) for each in (torch.utils.data.default_collate, list, len)]
+    assert len(set(plain)) == 3
 
 
 def test_a_cached_data_set_has_the_same_name_in_every_process() -> None:

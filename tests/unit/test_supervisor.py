@@ -24,6 +24,8 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.worker.connection import Connection
 from tests.helpers.servers import SECRET
 
+NO_PROCESS = 1 << 30  # above all process numbers
+
 
 class Overseer:
     """A supervisor, as far as errors are concerned."""
@@ -141,19 +143,58 @@ def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.Monke
     assert not Path(str(watch._private)).exists()
 
 
+def test_a_later_fit_with_other_settings_knows_the_workers_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_current", None)
+    told: list[dict[str, Any]] = []
+    process = SimpleNamespace(pid=NO_PROCESS)
+
+    class Told(SimpleNamespace):
+        key = "server/0"
+
+        def report_exit(self, **exited: Any) -> None:
+            told.append(exited)
+
+    monkeypatch.setattr(Supervisor, "_new_server", lambda *args, **options: Told(process=process))
+    monkeypatch.setattr(Supervisor, "_end", lambda *args: None)
+    called: list[int] = []
+    with Rendezvous.host() as rendezvous:
+        first = supervisor.ensure(0, rendezvous, ServerSettings("lo", job="j"))
+        dead, alive = (SimpleNamespace(pid=NO_PROCESS, poll=lambda code=code: code) for code in (1, None))
+        first._workers.update({1: dead, 2: alive})  # type: ignore[dict-item]
+        first.excuse(1)
+        first.on_worker_exit(lambda rank, *_: called.append(rank))
+        wait_until(lambda: called == [1])
+        first.on_worker_exit(None)
+        second = supervisor.ensure(1, rendezvous, ServerSettings("lo", job="j", snapshot_every_s=9.0))
+        try:
+            assert second is not first
+            assert [each["worker"] for each in told] == [1]
+            assert sorted(second._workers) == [1, 2]
+            second._servers.clear()
+            second.on_worker_exit(lambda rank, *_: called.append(rank))
+            second._look()
+            assert called == [1], "its end is known already"
+            second._workers.pop(2)
+            assert second.failures() == {}
+        finally:
+            second._servers.clear()
+            second._workers.clear()
+            second.close()
+
+
 def test_a_server_that_ended_with_its_lease_is_replaced_once_the_lease_is_extended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, replaced = 100.0, list[Any]()
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
-    overseer, ended = Supervisor(None), set[str | int]()
+    overseer = Supervisor(None)
     server = SimpleNamespace(key="server/1", process=SimpleNamespace(poll=lambda: 1), extend_lease=lambda until: None)
     overseer._servers = [server]  # type: ignore[list-item]
     monkeypatch.setattr(overseer, "_replace", replaced.append)
     overseer.extend_lease(99.0)
-    overseer._look(ended)
+    overseer._look()
     assert replaced == []
     overseer.extend_lease(101.0)
-    overseer._look(ended)
-    overseer._look(ended)
+    overseer._look()
+    overseer._look()
     assert replaced == [server]
