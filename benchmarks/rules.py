@@ -64,6 +64,11 @@ OUTER = (
     "These outer settings are for an adaptive optimizer inside. After SGD with momentum they repeat what momentum has "
     "repeated already."
 )
+SLOWER = (
+    "Workers that average fit the training data later than DDP: after 8 epochs their loss on these is 1.4 to 1.5 times "
+    "DDP's, that of LocalSGD, in lock-step, too. After 16 epochs (--longer 2) their loss on held-out samples is 8 to "
+    "12 % below DDP's, which rises."
+)
 SPARSE = "A push carries 3 % of the values. In runs this short each value is sent only a few times."
 
 
@@ -112,14 +117,14 @@ def images(why: str) -> dict[str, str]:
 RULES = (
     Rule(DDP),
     Rule(DDP, other_order=True),
-    Rule(LOCAL, excused={"text": ADAMS}),
-    Rule(ASGD, excused={"text": ADAMS}),
+    Rule(LOCAL, excused={"fashion": SLOWER, "text": ADAMS}),
+    Rule(ASGD, excused={"fashion": SLOWER, "text": ADAMS}),
     Rule("DiLoCo", excused={"text": CAPPED}),
     # For text, the best of three settings on seed 1: losses 1.960, and 2.000 with 0.9 and 0.5, 1.993 with 1.0 and 0.7.
     Rule("DiLoCo", options={"lr": 0.9, "momentum": 0.7}, excused=images(OUTER)),
-    Rule("StreamingDiLoCo", excused={"text": CAPPED}),
+    Rule("StreamingDiLoCo", excused={"fashion": SLOWER, "text": CAPPED}),
     Rule("DelayedNesterov", excused={"text": CAPPED}),
-    Rule("DecoupledDiLoCo", excused={"text": CAPPED}),
+    Rule("DecoupledDiLoCo", excused={"fashion": SLOWER, "text": CAPPED}),
     Rule("SparseLoCo", excused={**images(SPARSE), "text": SPARSE}),
     Rule("SparseLoCo", 30, excused={**images(SPARSE), "text": SPARSE}),
 )

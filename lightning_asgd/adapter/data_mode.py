@@ -107,7 +107,9 @@ def _why_undivided(trainer: Any, loader: Any, *, combined: bool) -> str | None:
     if sampler.num_replicas != parts:
         return f"the sampler divides the samples among {sampler.num_replicas} instead of {parts} workers"
     about = f"{type(loader).__name__}, one of {len(training_loaders(trainer))} training dataloaders,"
-    if type(loader).__iter__ is not DataLoader.__iter__:  # it may not continue where it was exhausted
+    iterate = type(loader).__iter__
+    resumes = iterate.__module__.startswith("torchdata.") and not combined  # a StatefulDataLoader's, as torch's
+    if iterate is not DataLoader.__iter__ and not resumes:  # it may not continue once it was exhausted
         return f"{about if combined else type(loader).__name__} has its own way to iterate"
     if combined and not len(loader):
         return f"{about} has no batch"

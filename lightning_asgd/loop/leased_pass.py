@@ -123,8 +123,8 @@ class _Samples(SharedData):
         each = sampler.sampler if self.batch else sampler
         if hasattr(each, "set_epoch"):
             each.set_epoch(number)
-        whole = undivided(each) if hasattr(each, "num_replicas") else nullcontext()  # else it would yield a part only
-        with whole:
+        dividing = next((one for one in (each, getattr(each, "sampler", None)) if hasattr(one, "num_replicas")), None)
+        with nullcontext() if dividing is None else undivided(dividing):  # else it would yield a part only
             items = in_common_order(each, self._seed + number)
         if self.batch and self._own.drop_last:
             items = items[: len(items) // reference * reference]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
@@ -72,8 +73,18 @@ class LeasedSteps(Iterator[Any]):
 
 @contextmanager
 def undivided(sampler: Any) -> Iterator[None]:
-    """Have a sampler that splits the samples between workers yield all of them."""
-    kept = {name: getattr(sampler, name) for name in ("num_replicas", "rank", "num_samples", "total_size")}
+    """Have a sampler that splits the samples between workers yield all of them.
+
+    Raises:
+        ConfigurationError: it does not do so as torch's ``DistributedSampler`` does.
+    """
+    names = ("num_replicas", "rank", "num_samples", "total_size")
+    if missing := [name for name in (*names, "dataset") if not hasattr(sampler, name)]:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} divides samples among workers, and has no {', '.join(missing)}. Expected "
+            "torch's DistributedSampler, or a sampler of all samples: workers share these by themselves."
+        )
+    kept = {name: getattr(sampler, name) for name in names}
     sampler.num_replicas, sampler.rank = 1, 0
     sampler.num_samples = sampler.total_size = len(sampler.dataset)
     try:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asgd import AsyncSGD, process_name
 from lightning_asgd.algorithms import LocalSGD, WarmStart
@@ -574,6 +575,34 @@ class Unlike(Shards):
 
     def open_shard(self, epoch: int, shard: int, start: int) -> Iterator[Any]:
         return iter([lambda: 0])
+
+
+class Backwards(BatchSampler):
+    """A batch sampler of the program's own, around a sampler that divides the samples among workers."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return reversed(list(super().__iter__()))
+
+
+class Divides(Sampler[int]):
+    num_replicas, rank = 2, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, SAMPLES, 2))
+
+
+def test_samplers_that_divide_the_samples_among_workers(elastic: Run) -> None:
+    model, optimizer, asgd = counting(elastic)
+    data = numbered(SAMPLES)
+    batches = Backwards(DistributedSampler(data, num_replicas=2, rank=0), 4, drop_last=False)
+    with asgd:
+        for (numbers,) in asgd.batches(DataLoader(data, batch_sampler=batches)):
+            step(model, optimizer, numbers)
+        with pytest.raises(
+            ConfigurationError, match=r"^Divides divides samples .* no num_samples, total_size, dataset\."
+        ):
+            next(iter(asgd.batches(DataLoader(data, sampler=Divides()))))
+    assert model.seen.tolist() == [1.0] * SAMPLES
 
 
 class Endless(IterableDataset[int]):

@@ -21,6 +21,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import (
+    UNKNOWN,
     Attach,
     Attached,
     Epoch,
@@ -42,7 +43,10 @@ from lightning_asgd.protocol import (
     WorkerMetrics,
     WorkerStatus,
 )
+from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.server.membership import Membership
 from lightning_asgd.server.service import Service
+from lightning_asgd.server.status_report import view
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.attachment import Attachment
@@ -353,6 +357,15 @@ def test_the_view_of_a_run_says_how_fast_workers_were_since_the_last_one() -> No
         "x has joined.",
     ):
         assert part in text, part
+
+
+def test_the_view_of_a_run_whose_shards_have_unknown_lengths() -> None:
+    shown = io.StringIO()
+    Console(file=shown, width=120).print(tables("exp[a]", Status("s", 7, 0, None, 3, 45, 0, (), ())))
+    assert "run exp[a]   epoch 3: 45 steps   version 7" in shown.getvalue()
+    for ends, steps in (((9, 9 + UNKNOWN), 0), ((), 3)):
+        leases = Leases(Epoch("s/0", 12, (12,), step=4, shards=ends))
+        assert view(Membership("s", 1), None, leases, 0.0).steps == steps
 
 
 def restored(service: Service, worker: int, holding: tuple[int, ...]) -> Any:

@@ -19,7 +19,7 @@ from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, fi
 from lightning_asgd.protocol import WorkerMetrics
 from lightning_asgd.report.curves import Curves, totals
 from lightning_asgd.report.faults import faults, places
-from lightning_asgd.report.page import write
+from lightning_asgd.report.page import _facts, _period, write
 from lightning_asgd.report.picture_style import DARK, PAPER
 from lightning_asgd.report.waiting import explained
 
@@ -236,6 +236,41 @@ def test_a_job_that_was_killed_leaves_half_a_line_and_a_newer_version_more_words
     (read_again,) = read(journal.path)
     assert read_again.entries == fit.entries[:1]
     assert read_again.end == ""
+
+
+def test_a_job_that_was_killed_and_one_that_follows_it_in_the_same_file(tmp_path: Path, fit: Fit) -> None:
+    killed = MetricLog(tmp_path, 2, SETTINGS)
+    killed.add(fit.entries[0])
+    with killed.path.open("a") as file:
+        file.write('{"kind":"figures","a')
+    again = MetricLog(tmp_path, 2, SETTINGS)
+    again.add(fit.entries[0])
+    again.end("done")
+    first, last = read(killed.path)
+    assert first.entries == last.entries == fit.entries[:1]
+    assert (first.end, last.end) == ("", "done")
+
+
+def test_training_continues_where_the_disk_is_full(tmp_path: Path, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    journal = MetricLog(tmp_path, 2, SETTINGS)
+    journal.path.unlink()
+    journal.path.symlink_to("/dev/full")
+    for entry in fit.entries:
+        journal.add(entry)
+    journal.end("done")
+    (said,) = caplog.messages
+    assert "No space left on device" in said
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match=r"binary' cannot be read \(UnicodeDecodeError"):
+        read(tmp_path / "binary")
+
+
+def test_samples_are_divided_by_the_time_of_the_worker_that_has_trained_longest(tmp_path: Path) -> None:
+    entries = [Entry(10.0, 1, (0, 1), {0: figures(100.0), 1: figures(10.0)})]  # the chief has joined later
+    facts = _facts(fit_of(entries))
+    assert f"<dd>{entries[0].figures[0].samples / 100 * 1.1:,.0f}</dd>" in facts
+    assert _period({"nsync": 10, "nfetch": 5, "npush": 5}) == "every 5 steps"
+    assert _period({"nsync": 10}) == "every 10 steps"
 
 
 def test_folders_without_logs_are_told_from_those_with_several(tmp_path: Path) -> None:
