@@ -64,8 +64,7 @@ class Channel:
         fragments: int,
         clock: Callable[[], float],
     ) -> None:
-        self.shards = shards
-        self.replica = replica
+        self.shards, self.replica = shards, replica
         self.log = ExchangeLog(shards, replica, training.data, waits=config.algorithm.waits)
         # Fragments take turns: the first exchange comes that many steps earlier than after ``nsync``.
         lead = config.npush * (fragments - 1 - shards.fragment) // fragments
@@ -74,9 +73,9 @@ class Channel:
         self.stats = ExchangeStats()  # of all channels; set by the exchanger
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
         self.caught_up: Held = ("", ())
-        self._algorithm = config.algorithm
-        self._training = training
+        self._algorithm, self._training = config.algorithm, training
         self._whole = fragments == 1
+        self.come_back: Callable[[], Waits] = self.rejoin  # also of the other fragments; set by the exchanger
         self._alone = shards.connection.world_size == 1  # no other worker has changed the weights fetched last
         self._clock = clock
         self._measure_at = clock() if training.measure else math.inf
@@ -165,11 +164,11 @@ class Channel:
         try:
             replies = self.shards.replies(pending.futures)
         except WorkerAwayError:
-            return (yield from self.rejoin())
+            return (yield from self.come_back())
         if log.in_flight is not pending:  # it has rejoined while it waited for a server's recovery
             return
         if self.shards.client.must_rejoin:  # before the next push reaches some servers and not others
-            return (yield from self.rejoin())
+            return (yield from self.come_back())
         log.in_flight, pending.replies = None, replies
         merging_since = self._clock()
         push, fetch, wait_s = pending.message.push, pending.message.fetch, merging_since - waiting_since
@@ -296,8 +295,9 @@ class Exchanger:
         self.channels = [Channel(shards, replica, config, training, len(parts), clock) for shards, replica in parts]
         self.stats = ExchangeStats()
         self._connection = self.client.connection
-        self.constants = b""
-        """Digest of the tensors that are not exchanged, as they were when this worker began."""
+        for channel in self.channels:
+            channel.come_back = self.come_back
+        self.constants = b""  # digest of the tensors that are not exchanged, as they were when this worker began
         self._config = config
         self._algorithm = config.algorithm
         # Where servers hold answers back, a worker must not run ahead.

@@ -65,3 +65,29 @@ def test_a_push_counts_units_only_where_it_is_of_the_whole_module(parts: int, to
     assert len(pushes) >= parts
     assert {(push.epoch, push.units) for push in pushes} == {told}
     assert {push.batch for push in pushes} == {4}
+
+
+def test_a_worker_that_was_away_gives_up_its_steps_of_all_fragments() -> None:
+    """Others train the data of these steps."""
+    now = [0.0]
+    cluster = Cluster(clock=lambda: now[0])
+    config = ExchangeConfig.create(nsync=4, algorithm=StreamingDiLoCo(parts=2))
+    client = cluster.client()
+    client.join()
+    module = torch.nn.Linear(2, 2)
+    synchronizer = set_up(client, Collectives(), module, config, Training(data=Trained()))
+    run(synchronizer.begin())
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    session = cluster.services[0].session
+    assert session is not None
+    with torch.no_grad():
+        for _ in range(2):  # the first fragment is exchanged with the second step, the other one two steps later
+            for parameter in module.parameters():
+                parameter += 1.0
+            synchronizer.count_step()
+        session.members.suspected[0] = "it sent no heartbeat"
+        run(synchronizer.advance())
+        run(synchronizer.flush())
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(tensor, before[name])
+    assert synchronizer.unacknowledged == 0
