@@ -65,9 +65,9 @@ OUTER = (
     "repeated already."
 )
 SLOWER = (
-    "Workers that average fit the training data later than DDP: after 8 epochs their loss on these is 1.4 to 1.5 times "
-    "DDP's, that of LocalSGD, in lock-step, too. After 16 epochs (--longer 2) their loss on held-out samples is 8 to "
-    "12 % below DDP's, which rises."
+    "Workers whose weights are averaged fit the training data later than DDP does: after 8 epochs their loss on these "
+    "is 1.4 to 1.5 times DDP's, that of LocalSGD, in lock-step, too. After 16 epochs (--longer 2) their loss on "
+    "held-out samples is 8 to 12 % below DDP's, which rises."
 )
 SPARSE = "A push carries 3 % of the values. In runs this short each value is sent only a few times."
 

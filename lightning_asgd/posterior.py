@@ -76,4 +76,5 @@ def averaged_prediction(
     finally:
         for each, mode in modes:
             each.training = mode
-    return (torch.as_tensor(total) / len(samples)).to(dtype)
+    mean = torch.as_tensor(total) / len(samples)
+    return mean.to(dtype) if dtype.is_floating_point else mean

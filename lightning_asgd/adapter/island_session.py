@@ -111,7 +111,7 @@ class IslandSession(FitSession):
         held = None
         if self._collectives.phase is Phase.ASYNC:
             epoch, done = self.synchronizer.caught_up
-            held = self._leases.opened, done or () if epoch == self._leases.opened else ()
+            held = epoch, done or ()
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, self.synchronizer.state(), {})
         self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
         checkpoint[KEY] = entry

@@ -183,7 +183,7 @@ class LeasedLoop:
         """Ends of the sync intervals in units; and which intervals a validation follows."""
         trainer, workers, most = self.trainer, self.workers, None
         if trainer.max_steps != -1:
-            left = trainer.max_steps - int(self._steps_before)
+            left = trainer.max_steps - math.floor(self._steps_before)
             most = workers * left * self._accumulate // accumulate
         self._cut = most is not None and left < math.ceil(self._batches / self._accumulate)
         step = self._batch * accumulate
@@ -375,8 +375,10 @@ class LeasedLoop:
         epoch = self.leases.plan.epoch
         if held is None:
             return self._about(self.leases.done())
-        known = self.leases.done() if held[1] is None and not final else held[1] or ()
-        others = known if held[1] is None or held[0] == epoch.key else ()  # else of an earlier epoch
+        if held[1] is None and not final:
+            others = self.leases.done()
+        else:
+            others = held[1] or () if held[0] == epoch.key else epoch.done  # else of an earlier epoch
         return self._about(tuple(merged(sorted([*others, *self.leases.own]))))  # without what others have pushed since
 
     def _about(self, done: tuple[tuple[int, int], ...]) -> dict[str, Any]:
@@ -435,7 +437,7 @@ class LeasedLoop:
         """Count the steps that the others have made in an epoch during which this worker joins."""
         self._step_schedules()
         if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
-            steps = int(self._steps_before) + self._position // self._accumulate
+            steps = math.floor(self._steps_before) + self._position // self._accumulate
             self._set_global_step(max(self._global_step, steps))
 
     def _set_global_step(self, step: int) -> None:

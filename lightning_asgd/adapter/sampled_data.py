@@ -39,7 +39,7 @@ class SampledData:
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
         inner.sampler.set_epoch(epochs_begun(self._trainer))
-        # Leases know a batch by its turn. An early release of torch has no such setting, and keeps the order.
+        # Leases know a batch by its turn.
         self._in_order, loader.in_order = getattr(loader, "in_order", True), True
         replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
 

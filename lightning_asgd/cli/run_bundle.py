@@ -30,12 +30,13 @@ recognised. Host names and addresses are in the file: read it before you publish
 # What precedes a secret, and what secrets look like. No expression takes longer than the text is long.
 _NAME = (
     r"(?:secret|token|passw(?:or)?d|passphrase|pwd|(?:api|access|private)[-_]?key|credentials?)"
-    r"(?:[-_](?:key|base|value|file))?"
+    r"(?:[-_](?:key|base|value|file)){0,2}"
 )
 _NAMED = rf"(?i)({_NAME}(?:\\?[\"'])?[ \t]*[:=][ \t]*"
 _SECRETS = (
     (rf"(?im)^([ \t]*(?:[A-Za-z0-9]+[-_]){{0,4}}{_NAME}:[ \t]+)(?![\"'])\S[^\n]*", r"\1<redacted>"),
-    (rf"(?i)(--(?:[A-Za-z0-9]+[-_]){{0,4}}{_NAME}[ \t]+)(?![-\"'])\S+", r"\1<redacted>"),
+    (rf"(?i)(--(?:[A-Za-z0-9]+[-_]){{0,4}}{_NAME}[\"']?,?[ \t]+\\?[\"']?)(?![-\"'])[^\s\"']+", r"\1<redacted>"),
+    (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,40}-----)?", "<redacted>"),
     (_NAMED + r"\\?([\"']))(?:(?!\\?\2)[^\n])+", r"\1<redacted>"),
     (_NAMED + r")[^\s\"'\\;}<]+", r"\1<redacted>"),
     (r"(?i)\b(bearer|basic) +[\w.~+/=-]{8,}", r"\1 <redacted>"),

@@ -97,7 +97,7 @@ class SharedLoader:
         self._programs, self._patience_s, self._options = programs, patience_s, options
         if not hasattr(os, "memfd_create"):
             raise ConfigurationError("SharedLoader needs Linux. Expected a DataLoader on this system.")
-        found_by = _name_of(dataset, name, (batch_size, shuffle, drop_last, seed, _identity(collate_fn)))
+        found_by = _name_of(dataset, collate_fn, name, (batch_size, shuffle, drop_last, seed))
         self._batches = _Batches(dataset, batch_size, seed if shuffle else None, collate_fn, drop_last=drop_last)
         self._memory = named_memory(f"batches {found_by}", NUMBERS)
         patience_ms = int(1000 * patience_s)
@@ -379,17 +379,19 @@ def _same(made: Any) -> Any:
     return made
 
 
-def _name_of(dataset: Any, name: str, settings: tuple[Any, ...]) -> str:
+def _name_of(dataset: Any, collate_fn: Any, name: str, settings: tuple[Any, ...]) -> str:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
             f"SharedLoader was given {type(dataset).__name__}. Expected a map-style dataset, with a length."
         )
     try:
-        return name_of(name or dataset, len(dataset), *settings)
+        return name_of(name or dataset, len(dataset), *settings, _identity(collate_fn))
     except Exception as error:  # whatever a class raises
+        if name:
+            return name_of(name, len(dataset), *settings, getattr(collate_fn, "__qualname__", ""))
         raise ConfigurationError(
-            f"{type(dataset).__name__} cannot be pickled, or what makes its batches: {error}. Expected a data set that "
-            "can, or a name, and such a collate_fn: programs find each other by them."
+            f"{type(dataset).__name__} or its collate_fn cannot be pickled: {error}. Expected that both can, or a "
+            "name: programs find each other by it."
         ) from error
 
 
@@ -402,9 +404,13 @@ def _identity(collate_fn: Any) -> Any:
     code = getattr(collate_fn, "__code__", None)
     if code is None or "<" not in collate_fn.__qualname__:
         return collate_fn.__module__, collate_fn.__qualname__
-    constants = [each for each in code.co_consts if not isinstance(each, CodeType)]
-    variables = [cell.cell_contents for cell in collate_fn.__closure__ or ()]
-    return collate_fn.__module__, collate_fn.__qualname__, code.co_code, constants, variables
+    given = [cell.cell_contents for cell in collate_fn.__closure__ or ()], collate_fn.__defaults__
+    return collate_fn.__module__, collate_fn.__qualname__, _of_code(code), given, collate_fn.__kwdefaults__
+
+
+def _of_code(code: CodeType) -> Any:
+    constants = [_of_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    return code.co_code, code.co_names, constants
 
 
 def _started(process: int) -> int:
@@ -414,7 +420,10 @@ def _started(process: int) -> int:
 
 
 def _is_alive(process: int, started: int) -> bool:
-    return _started(process) == started
+    try:
+        return _started(process) == started
+    except OSError:  # the system does not say
+        return True
 
 
 def _now_ms() -> int:

@@ -124,6 +124,8 @@ class _Samples(SharedData):
         if hasattr(each, "set_epoch"):
             each.set_epoch(number)
         dividing = next((one for one in (each, getattr(each, "sampler", None)) if hasattr(one, "num_replicas")), None)
+        if dividing is not None and dividing is not each and hasattr(dividing, "set_epoch"):
+            dividing.set_epoch(number)
         with nullcontext() if dividing is None else undivided(dividing):  # else it would yield a part only
             items = in_common_order(each, self._seed + number)
         if self.batch and self._own.drop_last:

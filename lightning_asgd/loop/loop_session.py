@@ -435,7 +435,7 @@ class LoopSession(Participation, Trainee):
         if not leases.opened:
             return {}
         epoch = leases.plan.epoch
-        known = leases.done() if held[1] is None else held[1]
-        others = known if held[1] is None or held[0] == epoch.key else ()
+        known = held[1] if held[0] == epoch.key else epoch.done  # else they were fetched in an earlier pass
+        others = leases.done() if held[1] is None or known is None else known
         done = merged(sorted([*others, *leases.own]))  # without what others have pushed since
         return {"order": epoch.order, "units": epoch.units, "done": done}

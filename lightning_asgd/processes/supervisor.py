@@ -76,6 +76,7 @@ class Supervisor:
         self._ended: set[str | int] = set()  # keys of servers, and ranks, whose end was noticed
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._former: Supervisor | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._on_worker_exit: Callable[[int, int, int], None] | None = None
@@ -116,8 +117,7 @@ class Supervisor:
         self._excused |= former._excused
         for rank, process in former._workers.items():
             self.add_worker(rank, process)
-        former._workers = {}
-        former._end_reaper()
+        self._former = former  # whose reaper would end the workers if it was gone
 
     def keys(self, number: int) -> list[str]:
         """Rendezvous keys of the first servers' addresses."""
@@ -213,6 +213,8 @@ class Supervisor:
                 self._reaper.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._reaper.wait(_STOP_S)
+        if self._former is not None:
+            self._former._end_reaper()
 
     def end_servers(self) -> None:
         """Stop the servers, which no worker uses, and watch over the workers only."""

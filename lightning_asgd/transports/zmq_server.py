@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,9 @@ class ZmqServer(Loop):
             self._bell.close()
             raise OSError(error.errno, error.strerror) from error
         self.poller.register(self._socket, zmq.POLLIN)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_asgd.answer") if threads else None
+        self._threads: list[bool] = []  # one for each of the pool that runs
+        started = partial(self._threads.append, True)
+        self._pool = ThreadPoolExecutor(threads, "lightning_asgd.answer", started) if threads else None
         self.refused = 0
         """Messages that could not be read."""
         self.thread.start()
@@ -130,8 +133,9 @@ class ZmqServer(Loop):
             else:
                 try:
                     self._pool.submit(self._take, frames)
-                except RuntimeError:  # the system allows no further thread
-                    self._take(frames)
+                except RuntimeError:  # the system allows no further thread: one that runs takes it, if there is any
+                    if not self._threads:
+                        self._take(frames)
 
     def accepts(self) -> bool:
         """Whether workers can connect: ZeroMQ keeps listening whatever happens to a connection."""

@@ -17,6 +17,8 @@ from lightning_asgd.worker.random_numbers import same_random_numbers
 
 __all__ = ["LeasedBatches", "LeasedSteps", "Replacement", "digest", "in_common_order", "undivided"]
 
+_FEW = 100  # a longer list is none of samplers
+
 
 class Replacement:
     """Yields what is granted to this worker; otherwise like the object it replaces, with a ``length``.
@@ -99,7 +101,7 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
     A sampler's own ``torch.Generator`` begins at this seed plus its own one, so that a worker which joins or resumes
     later has the same order. Afterwards its state is as before.
     """
-    generators = {id(each): each for each in _generators(sampler)}.values()
+    generators = _generators(sampler, {})
     kept = [each.get_state() for each in generators]
     for each in generators:
         each.manual_seed((each.initial_seed() + seed) % 2**63)
@@ -111,17 +113,25 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
             each.set_state(state)
 
 
-def _generators(sampler: Any) -> Iterator[torch.Generator]:
+def _generators(sampler: Any, seen: dict[int, Any]) -> list[torch.Generator]:
     """Those of a sampler, and of the samplers that it takes from, directly or through another object."""
-    for value in _attributes(sampler):
+    found: list[torch.Generator] = []
+    for value in _parts(sampler):
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if isinstance(value, torch.Generator):
-            yield value
-        elif isinstance(value, Sampler) or any(isinstance(inner, Sampler) for inner in _attributes(value)):
-            yield from _generators(value)
+            found.append(value)
+        elif isinstance(value, Sampler) or any(isinstance(part, Sampler | torch.Generator) for part in _parts(value)):
+            found += _generators(value, seen)
+    return found
 
 
-def _attributes(thing: Any) -> list[Any]:
-    return list(getattr(thing, "__dict__", {}).values())
+def _parts(thing: Any) -> list[Any]:
+    """Its attributes, and what lists among them hold."""
+    values = list(getattr(thing, "__dict__", {}).values())
+    short = (each for each in values if isinstance(each, list | tuple) and len(each) <= _FEW)
+    return [*values, *(item for each in short for item in each)]
 
 
 def digest(items: Sequence[Any]) -> bytes:

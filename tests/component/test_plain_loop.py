@@ -595,14 +595,19 @@ def test_samplers_that_divide_the_samples_among_workers(elastic: Run) -> None:
     model, optimizer, asgd = counting(elastic)
     data = numbered(SAMPLES)
     batches = Backwards(DistributedSampler(data, num_replicas=2, rank=0), 4, drop_last=False)
+    orders: list[list[int]] = []
     with asgd:
-        for (numbers,) in asgd.batches(DataLoader(data, batch_sampler=batches)):
-            step(model, optimizer, numbers)
+        for _ in range(2):
+            orders.append([])
+            for (numbers,) in asgd.batches(DataLoader(data, batch_sampler=batches)):
+                step(model, optimizer, numbers)
+                orders[-1] += numbers.tolist()
         with pytest.raises(
             ConfigurationError, match=r"^Divides divides samples .* no num_samples, total_size, dataset\."
         ):
             next(iter(asgd.batches(DataLoader(data, sampler=Divides()))))
-    assert model.seen.tolist() == [1.0] * SAMPLES
+    assert model.seen.tolist() == [2.0] * SAMPLES
+    assert orders[0] != orders[1]
 
 
 class Endless(IterableDataset[int]):

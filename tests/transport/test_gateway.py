@@ -226,7 +226,7 @@ def test_a_connection_that_is_dropped_when_it_is_about_to_be_passed_on(
     """Strangers open so many that the oldest are dropped, one of them in the moment in which it reaches its server."""
     monkeypatch.setattr(gateway, "_MOST_CALLERS", 1)
     relayed = Relayed(ahead.getsockname()[1])
-    with relayed.connect(b"\xff" + bytes(9)) as first:
+    with relayed.connect(b"\xff" + (1).to_bytes(8, "big") + b"\x7f") as first:
         relayed.step()  # hears it, and connects
         with socket.create_connection(relayed.listener.getsockname()):
             both = sorted(relayed.ready(), key=lambda key: key.fileobj is not relayed.listener)

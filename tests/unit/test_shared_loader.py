@@ -292,7 +292,7 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
             SharedLoader(Augmented(tmp_path), *arguments, **options)
     with pytest.raises(ConfigurationError, match=r"generator. Expected a map-style"):
         SharedLoader((i for i in range(3)), 1)
-    with pytest.raises(ConfigurationError, match=r"list cannot be pickled.*: .* Expected a data set that can, or a"):
+    with pytest.raises(ConfigurationError, match=r"list or its collate_fn cannot be pickled: .* or a name"):
         SharedLoader([lambda: 0], 1)
     assert len(SharedLoader([lambda: 0], 1, name="functions")) == 1
 
@@ -315,10 +315,12 @@ def _of(length: int) -> list[Any]:
         Collator(length).first,
         partial(torch.utils.data.default_collate, length=length),
         lambda samples: samples[:length],
+        lambda samples, length=length: samples[:length],
+        (lambda samples: torch.stack(samples)) if length == 1 else (lambda samples: torch.cat(samples)),
     ]
 
 
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", range(6))
 def test_programs_whose_batches_are_made_in_other_ways_do_not_share_them(kind: int) -> None:
     one, same, other = (name_of(shared_loader._identity(_of(length)[kind])) for length in (1, 1, 2))
     assert one == same != other

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,24 +147,23 @@ def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.Monke
     assert not Path(str(watch._private)).exists()
 
 
-def test_a_later_fit_with_other_settings_knows_the_workers_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(60)
+def test_a_later_fit_with_other_settings_knows_the_workers_and_leaves_them_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(supervisor, "_current", None)
-    told: list[dict[str, Any]] = []
-    process = SimpleNamespace(pid=NO_PROCESS)
-
-    class Told(SimpleNamespace):
-        key = "server/0"
-
-        def report_exit(self, **exited: Any) -> None:
-            told.append(exited)
-
-    monkeypatch.setattr(Supervisor, "_new_server", lambda *args, **options: Told(process=process))
+    told: list[int] = []
+    server: Any = SimpleNamespace(key="server/0", process=SimpleNamespace(pid=NO_PROCESS, poll=lambda: None))
+    server.report_exit = lambda **exited: told.append(exited["worker"])
+    monkeypatch.setattr(Supervisor, "_new_server", lambda *args, **options: server)
     monkeypatch.setattr(Supervisor, "_end", lambda *args: None)
     called: list[int] = []
+    alive = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with Rendezvous.host() as rendezvous:
         first = supervisor.ensure(0, rendezvous, ServerSettings("lo", job="j"))
-        dead, alive = (SimpleNamespace(pid=NO_PROCESS, poll=lambda code=code: code) for code in (1, None))
-        first._workers.update({1: dead, 2: alive})  # type: ignore[dict-item]
+        dead: Any = SimpleNamespace(pid=NO_PROCESS, poll=lambda: 1)
+        first._workers[1] = dead
+        first.add_worker(2, alive)
         first.excuse(1)
         first.on_worker_exit(lambda rank, *_: called.append(rank))
         wait_until(lambda: called == [1])
@@ -168,17 +171,19 @@ def test_a_later_fit_with_other_settings_knows_the_workers_that_have_ended(monke
         second = supervisor.ensure(1, rendezvous, ServerSettings("lo", job="j", snapshot_every_s=9.0))
         try:
             assert second is not first
-            assert [each["worker"] for each in told] == [1]
-            assert sorted(second._workers) == [1, 2]
-            second._servers.clear()
+            del first
+            gc.collect()
+            assert told == [1]
             second.on_worker_exit(lambda rank, *_: called.append(rank))
             second._look()
             assert called == [1], "its end is known already"
-            second._workers.pop(2)
-            assert second.failures() == {}
+            with pytest.raises(subprocess.TimeoutExpired):
+                alive.wait(5.0)  # a reaper would have ended it by now
         finally:
+            alive.kill()
+            alive.wait()
+            assert second.failures() == {2: -signal.SIGKILL}
             second._servers.clear()
-            second._workers.clear()
             second.close()
 
 
