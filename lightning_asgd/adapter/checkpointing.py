@@ -175,7 +175,7 @@ def entry_of(
 
 # ---------------------------------------------------------------------- checkpoint callbacks
 
-# Attributes of ModelCheckpoint that describe its files.
+# Attributes of ModelCheckpoint that describe its files, and whether one is to be written after the next validation.
 _CHECKPOINT_STATE = (
     "best_model_path",
     "best_model_score",
@@ -186,6 +186,7 @@ _CHECKPOINT_STATE = (
     "last_model_path",
     private_names.last_saved.attribute,
     private_names.last_step_saved.attribute,
+    private_names.save_deferred.attribute,
 )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from lightning_asgd.adapter.checkpointing import (
     KEY,
@@ -32,7 +31,7 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
-from lightning_asgd.adapter.own_state import OwnState
+from lightning_asgd.adapter.own_state import OwnState, share_callback_modules
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
@@ -334,8 +333,7 @@ class FitSession(Participation):
             make_identical(self._collectives, named_state(self._module), mean=True)
         self._own_state.share()
         self._own_state.note()
-        for averaged in _callback_modules(trainer):
-            make_identical(self._collectives, named_state(averaged), mean=True)
+        share_callback_modules(trainer, self._collectives)
         return met
 
     def _agree_to_stop(self) -> None:
@@ -404,12 +402,6 @@ class FitSession(Participation):
             held = self.last.held if self.last else self._held
             self.data.save(entry, checkpoint["loops"]["fit_loop"], held, final=self.last is not None)
         checkpoint[KEY] = entry
-
-
-def _callback_modules(trainer: Any) -> list[Any]:
-    """Extra modules that callbacks keep, such as averages of the trained module's weights."""
-    held = (value for callback in trainer.callbacks for value in vars(callback).values())
-    return [value for value in held if isinstance(value, Module) and value is not trainer.lightning_module]
 
 
 def _steps_of(trainer: Any, config: ExchangeConfig) -> float:

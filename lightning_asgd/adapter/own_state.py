@@ -1,8 +1,9 @@
-"""What a program changes otherwise than by optimizer steps: frozen parameters, such as a teacher's, and counters."""
+"""What a program changes otherwise than by optimizer steps: frozen parameters, counters, and modules of callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch.nn import Module
 from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.layout import Layout
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.worker_setup import make_identical
+from lightning_asgd.worker.worker_setup import digest_of, make_identical, named_state
 
-__all__ = ["OwnState"]
+__all__ = ["OwnState", "share_callback_modules"]
 
 _LOOKED_AT = 16  # values of a frozen parameter
+_KNOWN = ("pytorch_lightning.", "lightning.", "lightning_asgd.")  # their callbacks have the same modules on all workers
 _RESET = "num_batches_tracked"  # a counter that StochasticWeightAveraging sets back
 
 
@@ -81,3 +83,35 @@ def _sample(parameter: Tensor) -> Tensor:
     """A few of its values: a program that averages weights changes all of them."""
     flat = parameter.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _LOOKED_AT)].clone()
+
+
+def share_callback_modules(trainer: Any, collectives: Collectives) -> None:
+    """Give all workers the mean of each module that callbacks keep, such as averages of the trained weights.
+
+    Only of those that all workers have: a network that makes pictures may be on one alone. All call it together.
+    """
+    found = _callback_modules(trainer)
+    foreign = any(not type(each).__module__.startswith(_KNOWN) for each in trainer.callbacks)
+    if not collectives.real or not (found or foreign):
+        return
+    tensors = {f"{key}.{name}": tensor for key in found for name, tensor in found[key].items()}
+    if collectives.reduced("all_reduce", "modules of callbacks", digest_of(tensors), "same").value:
+        return
+    forms = {key: repr([(n, t.shape, t.dtype) for n, t in state.items()]) for key, state in found.items()}
+    theirs = collectives.gather("all_gather", "modules of callbacks", forms).values()
+    for key, state in found.items():
+        if all(each.get(key) == forms[key] for each in theirs):
+            make_identical(collectives, state, mean=True)
+
+
+def _callback_modules(trainer: Any) -> dict[str, Mapping[str, Tensor]]:
+    """The states of the modules, by the class of their callback and the attribute, in an order all workers have."""
+    found: dict[str, Mapping[str, Tensor]] = {}
+    for callback in trainer.callbacks:
+        for attribute, value in vars(callback).items():
+            key, number = f"{type(callback).__qualname__}.{attribute}", 0
+            while f"{key}.{number}" in found:
+                number += 1
+            if isinstance(value, Module) and value is not trainer.lightning_module:
+                found[f"{key}.{number}"] = named_state(value)
+    return dict(sorted(found.items()))

@@ -180,12 +180,12 @@ compiled = Name("core:LightningModule()._compiler_ctx", INSTANCE, LOOKING, other
 to_device = Name("core:LightningModule._apply_batch_transfer_handler(batch, device)", SIGNATURE, TIMING)
 
 _KEPT = "another worker that takes over writing checkpoints does not know it"
-kth_score = Name("callbacks:ModelCheckpoint().kth_value", INSTANCE, SAVING, otherwise=_KEPT)
-last_saved = Name("callbacks:ModelCheckpoint()._last_checkpoint_saved", INSTANCE, SAVING, otherwise=_KEPT)
-last_step_saved = Name("callbacks:ModelCheckpoint()._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
-steps_between_checkpoints = Name(
-    "callbacks:ModelCheckpoint()._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed"
-)
+_SAVER = "callbacks:ModelCheckpoint()"
+kth_score = Name(f"{_SAVER}.kth_value", INSTANCE, SAVING, otherwise=_KEPT)
+last_saved = Name(f"{_SAVER}._last_checkpoint_saved", INSTANCE, SAVING, otherwise=_KEPT)
+last_step_saved = Name(f"{_SAVER}._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
+save_deferred = Name(f"{_SAVER}._defer_save_until_validation", INSTANCE, SAVING, otherwise="no save is deferred")
+steps_between_checkpoints = Name(f"{_SAVER}._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed")
 accumulation_in = Name(
     *("callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)", SIGNATURE, LEASES),
     otherwise="the value of the previous epoch is used",

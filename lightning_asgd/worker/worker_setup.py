@@ -38,6 +38,7 @@ from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 __all__ = [
     "Start",
     "check_shapes",
+    "digest_of",
     "exchanged_tensors",
     "fragments_of",
     "make_identical",
@@ -234,13 +235,13 @@ def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, m
     """
     if not collectives.real or not tensors:
         return b""
-    digest = _digest(tensors)
+    digest = digest_of(tensors)
     if collectives.reduced("all_reduce", "state digest", digest, "same").value:
         return digest
     return _copy_values(collectives, tensors, mean=mean)
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+def digest_of(tensors: Mapping[str, Tensor]) -> bytes:
     """Equal for equal names and values; empty for none."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
@@ -252,7 +253,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) -> bytes:
     """Raise if a replacement has other values than the others began with."""
-    if _digest(tensors) != theirs:
+    if digest_of(tensors) != theirs:
         raise LayoutMismatchError(
             f"Worker {worker} was replaced, and tensors of its new process that are not exchanged "
             f"({', '.join(tensors)}) differ from those that the others began with. Expected the same values from every "
@@ -273,7 +274,7 @@ def _copy_values(collectives: Collectives, tensors: Mapping[str, Tensor], *, mea
         for name, value in theirs.items():
             if name in tensors:
                 tensors[name].copy_(value)
-        return _digest(theirs)
+        return digest_of(theirs)
 
 
 def _tied(module: Module) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.loop_counters import BatchSchedules
@@ -133,6 +136,48 @@ def test_workers_validate_and_keep_the_same_teacher(tmp_path: Path) -> None:
     assert mine == other
     assert len(set(mine)) == 4
     assert digest(module.teacher) not in (before, digest(module.net))
+
+
+class Pictures(pl.Callback):
+    """Keeps a network on worker 0 alone, and another one, an average, on all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.average = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(self.average.weight, float(trainer.global_rank))
+        if trainer.is_global_zero:
+            self.network = copy.deepcopy(pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = self.average.weight.item(), digest(pl_module)
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def test_a_callback_may_have_a_network_on_one_worker_alone(tmp_path: Path) -> None:
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, callbacks=[Pictures(tmp_path)]).fit(Regression(), loader(64))
+    (one, weights), (other, same) = told(tmp_path)
+    assert one == other == 0.5
+    assert weights == same
+
+
+class Uneven(Regression):
+    """Worker 1 takes few batches between two validations."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.2 if self.global_rank == 1 else 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_save_that_waits_for_a_validation_is_the_same_on_all_workers(tmp_path: Path) -> None:
+    """The metric is missing at step 5, which worker 1 does not see: others have trained the rest of its interval."""
+    saver = ModelCheckpoint(tmp_path, "{step}", monitor="val_loss", every_n_train_steps=5, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True, "val_check_interval": 0.5}
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, max_epochs=2, **options).fit(Uneven(), loader(256), loader(16))
+    assert len([*tmp_path.glob("step=*.ckpt")]) >= 2
 
 
 def test_a_position_in_a_queue_is_no_counter() -> None:
