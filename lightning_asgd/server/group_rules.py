@@ -65,7 +65,9 @@ class GroupRules:
             about = replace(push, tensor=part.name) if by_tensor else push
             for transform, own in zip(algorithm.transforms, self._kept, strict=True):
                 mine = self._of(transform, own, part)
-                transform.change(u, w, {**mine, "backup": backup[part.where]} if transform.backup else mine, about)
+                mine = {**mine, "backup": backup[part.where]} if transform.backup else mine
+                # Real and imaginary parts are numbers of their own, as to torch's optimizers.
+                transform.change(_real(u), _real(w), {name: _real(each) for name, each in mine.items()}, about)
             if scale != 1.0:
                 u.mul_(scale)
             if pending is not None:
@@ -206,3 +208,8 @@ def _cut(tensors: Tensors, n: int) -> list[_Part]:
         parts.append(_Part(slice(start, start + length), number, name))
         start += length
     return parts
+
+
+def _real(value: Any) -> Any:
+    """The real numbers of a complex tensor, shape ``(n, 2)``; anything else as it is."""
+    return torch.view_as_real(value) if isinstance(value, Tensor) and value.is_complex() else value

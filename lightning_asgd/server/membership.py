@@ -388,16 +388,16 @@ class Membership:
         silent = self._silence.silent(self._heard, there, timeout_s, now)
         if self.policy.elsewhere_s and self.index == 0:
             self._end_if_few(now)
-        for worker in silent:
-            reason = f"sent no heartbeat for {self.silent_s(worker, now):.0f} s"
+        said = {worker: f"sent no heartbeat for {self.silent_s(worker, now):.0f} s" for worker in silent}
+        for worker, reason in said.items():
             self.suspected[worker] = f"{reason}, so the others continued without it"
             self.fenced.add(worker)
             self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
             self.catching_up.discard(worker)
             self._place(worker)
-            if self.index > 0:
-                continue  # server 0 decides what follows
-            if not self._lose(worker, reason):
+        heard = any(self.silent_s(each, now) < timeout_s / 2 for each in (*self.living, *self.catching_up))
+        for worker, reason in said.items() if self.index == 0 else ():  # server 0 decides what follows
+            if not self._lose(worker, reason, heard):
                 self.publish(f"Worker {worker} {reason}; the others continue without it. It may rejoin.")
         return bool(silent)
 
@@ -422,15 +422,15 @@ class Membership:
             self.aborted = why
             self.publish(why)
 
-    def _lose(self, worker: int, fate: str) -> bool:
-        """End the session if it cannot or must not do without a worker."""
+    def _lose(self, worker: int, fate: str, heard: bool = True) -> bool:
+        """End the session if it cannot or must not do without a worker; ``heard``: whether the others were of late."""
         left = len(self.living) + len(self.catching_up)
         why = ""
         if worker == self.agreed_chief and worker in self.left and not self.policy.another_chief:
             why = f"Worker {worker}, which logs and writes the checkpoints, {fate}."
         elif self.policy.abort:
             why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
-        elif 0 < left < self.policy.min_workers:  # with none left, it may be this process's network that is down
+        elif 0 < left < self.policy.min_workers and heard:  # else it may be this process's network that is down
             why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
         if why:
             self.end(f"{why} Start the job again from its last checkpoint: trainer.fit(..., ckpt_path='last').")

@@ -186,6 +186,8 @@ class ServerState:
         if elastic and (message.weights is not None or message.in_parts):
             if session.members.index == 0:
                 self.registry.check_bootstraps(message.worker)
+            elif not new:  # of a worker that was away since, and in whose place another one has bootstrapped
+                session.members.check(message.worker)
             new = True  # a worker that began to bootstrap the run before, and died, may have had others
             self.recovery.reset()  # what was lost was lost before
         if new:

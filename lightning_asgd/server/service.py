@@ -375,7 +375,7 @@ class Service:
         leases = self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up, changed)
         self._complete([*session.members_changed(changed), *leases])
         if members.aborted:
-            kinds = (*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone)
+            kinds = (*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone, Contribution)
             self._pending.complete_each(self._pending.of(*kinds), WorkerLostError(members.aborted))
         self._recover(session)
 

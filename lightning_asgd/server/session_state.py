@@ -179,6 +179,9 @@ class SessionState:
             for shard in self.shards.values():
                 shard.forget(worker)
             self.have_weights.discard(worker)
+        else:  # what it has pushed must be known if it is replaced
+            for shard in self.shards.values():
+                shard.forget(worker, replaced=True)
         self.buffers.forget(worker)
         self.islands.forget(worker)
 

@@ -16,6 +16,7 @@ class SilenceDetector:
     def __init__(self) -> None:
         self._first_heard = -math.inf  # when all had been heard, as they were looked at, or earlier
         self._looked: float | None = None
+        self._put_off = False  # whether the latest look came late
 
     def recheck(self) -> None:
         """Look at every worker next time: one may have been added, or its last heartbeat moved back."""
@@ -30,8 +31,10 @@ class SilenceDetector:
         """
         suspended_s = 0.0 if self._looked is None else now - self._looked
         self._looked = now
-        if suspended_s > _SUSPENDED_S:  # no heartbeat could be taken
+        late = suspended_s > _SUSPENDED_S
+        if late and not self._put_off:  # no heartbeat could be taken; one late look after the other is a busy server
             heard.update({worker: at + suspended_s for worker, at in heard.items()})
+        self._put_off = late
         if not timeout_s or now - self._first_heard <= timeout_s:
             return []
         at = {worker: heard.get(worker, now) for worker in there()}

@@ -686,6 +686,21 @@ def test_too_few_workers_end_the_session() -> None:
     assert "min_workers=2" in str(error)
 
 
+@pytest.mark.parametrize("last", [0.0, 0.4, 0.8])
+def test_too_few_workers_end_the_session_only_if_the_others_are_heard(last: float) -> None:
+    """If none is, this process's network may be down."""
+    c = watched(3, min_workers=2)
+    for worker in range(3):
+        c.members.note_heartbeat(worker, worker * last)
+    for tenths in range(1, 200):
+        c.expire(tenths / 10)
+    assert c.members.living == set()
+    assert not c.members.aborted
+    c = watched(3, min_workers=2)
+    pass_time(c, 30, 0)
+    assert "1 are left, and min_workers=2" in c.members.aborted
+
+
 def test_orderly_leaving_ends_nothing() -> None:
     c = watched(3, min_workers=3, abort=True)
     c.leave(2)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms import ASGD, Barrier
+from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, DelayCompensation, Downpour, GapAware
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import Exchange, Reply
@@ -313,6 +313,30 @@ def test_a_shard_without_weights_says_so() -> None:
 def test_a_resumed_shard_counts_on() -> None:
     shard = new_shard(version=41)
     assert by_value(shard, tensors(1), base_version=41)[0].version == 42
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ASGD(transforms=[GapAware()]), Downpour("sgd", lr=0.1, transforms=[DelayCompensation(adaptive=True)])],
+    ids=["GapAware", "DelayCompensation"],
+)
+def test_transforms_take_complex_weights_as_pairs_of_real_numbers(algorithm: Algorithm) -> None:
+    generator = torch.Generator().manual_seed(1)
+    pushes = [torch.randn(8, generator=generator) for _ in range(5)]
+    found = []
+    for dtype, form in (
+        ("float32", torch.clone),
+        ("complex64", lambda x: torch.view_as_complex(x.view(4, 2).clone())),
+    ):
+        shard = Shard(((Role.PARAMETER, dtype, 4 if dtype == "complex64" else 8),), algorithm)
+        shard.initialise((form(torch.ones(8)),), 0)
+        answer: Tensors | None = None
+        for seq, update in enumerate(pushes, 1):
+            _, answer = by_value(shard, (form(update),), worker=seq % 2, seq=seq, base_version=max(0, seq - 2))
+        assert answer is not None
+        found.append(torch.view_as_real(answer[0]).flatten() if answer[0].is_complex() else answer[0])
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.equal(found[0], torch.ones(8))
 
 
 def test_a_shard_may_hold_nothing_of_a_group() -> None:

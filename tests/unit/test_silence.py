@@ -71,3 +71,13 @@ def test_a_suspended_process_makes_no_worker_silent() -> None:
     assert heard == {0: 99.0}
     assert silent(101.5) == []
     assert silent(102.5) == [0]
+
+
+def test_a_server_that_looks_late_again_and_again_finds_a_silent_worker() -> None:
+    """It is busy, and not suspended: heartbeats are taken between two looks."""
+    detector, heard = SilenceDetector(), {0: 0.0, 1: 0.0}
+    silent: list[int] = []
+    for now in range(3, 40, 3):
+        heard[1] = now - 1.0
+        silent = detector.silent(heard, lambda: [0, 1], TIMEOUT_S, float(now))
+    assert silent == [0]
