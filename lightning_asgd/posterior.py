@@ -69,12 +69,15 @@ def averaged_prediction(
                 tensors = {name: value.to(own[name].device) for name, value in sample.items()}
                 output = functional_call(module, tensors, inputs, named_inputs)
                 output = output if transform is None else transform(output)
-                dtype = output.dtype
-                # Sums of 16 bits would stop growing.
-                output = output.float() if output.is_floating_point() and dtype.itemsize < 4 else output
+                dtype, output = output.dtype, _wide(output)
                 total = output if total is None else total + output
     finally:
         for each, mode in modes:
             each.training = mode
     mean = torch.as_tensor(total) / len(samples)
     return mean.to(dtype) if dtype.is_floating_point else mean
+
+
+def _wide(output: Tensor) -> Tensor:
+    """With 32 bits instead of 16, of which sums would stop growing."""
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output

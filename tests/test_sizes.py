@@ -106,8 +106,9 @@ TOOLS = {
 # 815 of the core are tables of embeddings, of which rows are exchanged: what has changed, on workers and on servers.
 # 76 of the core are weights of partial rounds, workers that return, the largest of a tile, and SIGTERM in islands.
 # 197 of the core are teachers, raw optimizers, last batches, and processes of an island that fail alone.
+# 180 of the core and 30 of the tools are callbacks' modules, samplers' generators, prepare_data, and what runs out.
 # 1,650 of the core and 20 of the tools are served tables: files and journal, cache, client, module, checkpoints.
-LINES = {"core": 38_400, "engines": 1_097, "tools": 9_759}
+LINES = {"core": 38_650, "engines": 1_097, "tools": 9_850}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -145,6 +145,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     def __init__(self, rank: int, size: int, place: Callable[[], RankInfo | None] = lambda: None) -> None:
         super().__init__(rank, size)
         self._place = place
+        self._name = ""  # torch asks for it once it has forgotten the group itself
 
     def rank(self) -> int:
         place = self._place()
@@ -159,7 +160,8 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
 
     @property
     def pg_name(self) -> str:
-        return str(_dist.distributed_c10d._world.pg_names[self])
+        self._name = str(_dist.distributed_c10d._world.pg_names.get(self, self._name))
+        return self._name
 
     @property
     def group_name(self) -> str:
@@ -210,6 +212,16 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
         if self.size() > 1:
             served_through("barrier", self._place()).reduced("torch.distributed", "barrier", None, "given")
         return _done([])
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> None:
+        """Lightning's around ``prepare_data``. In an elastic run, where each worker prepares its data, none waits."""
+        place = self._place()
+        if place is not None and place.meets and self.size() > 1:
+            collectives = served_through("monitored_barrier", place)
+            collectives.reduced("torch.distributed", "monitored_barrier", None, "given", endless=True)
+
+    def shutdown(self) -> None:
+        self._name = self.pg_name
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
         found = self._from(options.rootRank, "broadcast", tensors)

@@ -80,9 +80,6 @@ def plan(
         picture: PNG file for a picture of the scaling.
     """
     _check(locals())
-    console()  # it may lack a package, and a measurement takes long
-    if picture is not None:
-        pyplot()
     if (measured := None if module is None else measure_module(module, batch_sizes or [], memory_gb)) is not None:
         parameters, bytes_per_parameter, (batch_size, step_s) = measured.parameter_bytes / 4, 4, measured.recommended
     given = _all_given(parameters=parameters, step_s=step_s, batch_size=batch_size)
@@ -95,6 +92,9 @@ def plan(
 
 def _check(given: dict[str, Any]) -> None:
     """Raise for what is out of range, by the names of the options (a job has others), and for what would be ignored."""
+    console()  # it may lack a package, and a measurement takes long
+    if given["picture"] is not None:
+        pyplot()
     for name in ("link_gbit_s", "worker_link_gbit_s", "bytes_per_parameter", "parameters", "batch_size"):
         if given[name] is not None:
             at_least(name, given[name], 0, above=True, finite=name in ("parameters", "batch_size"))

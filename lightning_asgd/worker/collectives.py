@@ -40,6 +40,9 @@ class Phase(Enum):
     ENTERING = "entering"  # this worker sets up while the others train: collectives are local
 
 
+_ENDLESS_S = 20 * 86400.0  # torch's RPC counts milliseconds, in 31 bits
+
+
 class Collectives:
     """The collectives of one worker; ``client`` is None for a single worker."""
 
@@ -87,15 +90,19 @@ class Collectives:
             return {self.rank: payload}
         return self.contribute(kind, name, payload, target=target, stops=stops)
 
-    def reduced(self, kind: str, name: str, payload: Any, how: str, *, stops: bool = False) -> Reduced:
+    def reduced(
+        self, kind: str, name: str, payload: Any, how: str, *, stops: bool = False, endless: bool = False
+    ) -> Reduced:
         """All workers' payloads, reduced by the coordinator; ``how`` is one of :func:`reduce`'s ways.
 
-        The payload is a plain value, tensors on the CPU, or a message: servers open no other object.
+        The payload is a plain value, tensors on the CPU, or a message: servers open no other object. ``endless`` waits
+        for living workers however long they take.
         """
         if not self.real or self.client is None:
             return reduce(how, {self.rank: payload})
         about = (*self.client.connection.sender, self._next_number(), kind, name)
-        message = Contribution(*about, payload, None, None, self.timeout_s, stops, reduction=how)
+        timeout_s = _ENDLESS_S if endless else self.timeout_s
+        message = Contribution(*about, payload, None, None, timeout_s, stops, reduction=how)
         answer: Reduced = self._take_part(self.client, message)
         return answer
 

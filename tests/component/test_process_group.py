@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _InfiniteBarrier
 
 from lightning_asgd.adapter import world
 from lightning_asgd.adapter.process_group import GuardedStore, RankInfo, WorkersGroup
@@ -237,3 +239,32 @@ def test_what_nothing_would_encrypt_is_refused(first_of_three: RankInfo) -> None
     with pytest.raises(CollectiveUnavailableError, match=r"Give new_group\(ranks=\[0, 1\], backend='gloo'\)"):
         dist.new_group([0, 1])
     assert dist.get_backend(dist.new_group([0], backend="gloo")) == "gloo"
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+@pytest.mark.parametrize("meets", [True, False])
+def test_lightnings_barrier_around_prepare_data(encrypted: bool, meets: bool) -> None:
+    """It makes a group of gloo's with a time-out of its own, and destroys it. In an elastic run it waits for none."""
+    place = RankInfo(0, SIZE, 0, SIZE, 0, 1, Collectives, meets=meets, store=dist.HashStore, encrypted=encrypted)
+    world.announce(place)
+    try:
+        refused: Any = pytest.raises(CollectiveUnavailableError, match="lost its job") if meets else nullcontext()
+        with refused, _InfiniteBarrier() as barrier:
+            barrier()
+    finally:
+        world.withdraw()
+        os.environ.pop(rank_variables.OWNER_ENV, None)
+
+
+def test_all_workers_wait_for_the_one_that_prepares_the_data() -> None:
+    order: list[str] = []
+
+    def work(group: Any, rank: int) -> None:
+        if rank == 0:
+            time.sleep(0.2)
+            order.append("prepared")
+        group.monitored_barrier()
+        order.append("trains")
+
+    groups(work)
+    assert order == ["prepared", *["trains"] * SIZE]

@@ -18,7 +18,7 @@ from lightning_asgd.adapter.loop_counters import BatchSchedules
 from lightning_asgd.adapter.own_state import OwnState
 from lightning_asgd.layout import build_layout
 from lightning_asgd.worker.collectives import Collectives
-from tests.lightning.models import Regression, digest, loader, trainer
+from tests.lightning.models import Regression, dataset, digest, loader, trainer
 
 
 class Manual(Regression):
@@ -178,6 +178,35 @@ def test_a_save_that_waits_for_a_validation_is_the_same_on_all_workers(tmp_path:
     strategy = ASGDStrategy(nsync=2, start_method="fork")
     trainer(tmp_path, strategy, max_epochs=2, **options).fit(Uneven(), loader(256), loader(16))
     assert len([*tmp_path.glob("step=*.ckpt")]) >= 2
+
+
+class Prepared(pl.LightningDataModule):
+    """Worker 0 writes the data that all read, as from a download."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def prepare_data(self) -> None:
+        time.sleep(0.5)
+        torch.save(dataset(32).tensors, self.folder / "data.pt")
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.found = torch.load(self.folder / "data.pt")
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*self.found), 8)
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_data_module_that_prepares_data(transport: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    strategy = ASGDStrategy(nsync=2, start_method="fork", transport=transport)
+    module = Regression()
+    before = digest(module)
+    trainer(tmp_path, strategy).fit(module, datamodule=Prepared(tmp_path))
+    assert digest(module) != before
+    assert not [each for each in recwarn if "gloo" in str(each.message)]
 
 
 def test_a_position_in_a_queue_is_no_counter() -> None:
