@@ -14,6 +14,8 @@ from lightning_asgd.errors import ConfigurationError
 
 __all__ = ["averaged_prediction"]
 
+_NARROW = (torch.float16, torch.bfloat16)
+
 
 def averaged_prediction(
     module: Module,
@@ -69,15 +71,18 @@ def averaged_prediction(
                 tensors = {name: value.to(own[name].device) for name, value in sample.items()}
                 output = functional_call(module, tensors, inputs, named_inputs)
                 output = output if transform is None else transform(output)
-                dtype, output = output.dtype, _wide(output)
-                total = output if total is None else total + output
+                dtype = output.dtype
+                total = _wide(output) if total is None else total + output
     finally:
         for each, mode in modes:
             each.training = mode
-    mean = torch.as_tensor(total) / len(samples)
-    return mean.to(dtype) if dtype.is_floating_point else mean
+    return _narrow(torch.as_tensor(total) / len(samples), dtype)
 
 
 def _wide(output: Tensor) -> Tensor:
     """With 32 bits instead of 16, of which sums would stop growing."""
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return output.float() if output.dtype in _NARROW else output
+
+
+def _narrow(mean: Tensor, dtype: torch.dtype) -> Tensor:
+    return mean.to(dtype) if dtype in _NARROW else mean

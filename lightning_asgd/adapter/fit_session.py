@@ -383,7 +383,7 @@ class FitSession(Participation):
 
     @property
     def _held(self) -> Held | None:
-        """What the weights of a checkpoint hold of others' updates; None if all workers stand still."""
+        """What the weights of a checkpoint hold of others' updates; None if all workers wait."""
         alone = self._writes_alone or self._membership.comes_and_goes  # where others may train on meanwhile
         return self.synchronizer.caught_up if alone else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.adapter.class_trees import rank_zero_warn
+from lightning_asgd.adapter.class_trees import is_of_lightning, rank_zero_warn
 from lightning_asgd.layout import Layout
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.worker_setup import digest_of, make_identical, named_state
@@ -17,7 +17,6 @@ from lightning_asgd.worker.worker_setup import digest_of, make_identical, named_
 __all__ = ["OwnState", "share_callback_modules"]
 
 _LOOKED_AT = 16  # values of a frozen parameter
-_KNOWN = ("pytorch_lightning.", "lightning.", "lightning_asgd.")  # their callbacks have the same modules on all workers
 _RESET = "num_batches_tracked"  # a counter that StochasticWeightAveraging sets back
 
 
@@ -91,7 +90,7 @@ def share_callback_modules(trainer: Any, collectives: Collectives) -> None:
     Only of those that all workers have: a network that makes pictures may be on one alone. All call it together.
     """
     found = _callback_modules(trainer)
-    foreign = any(not type(each).__module__.startswith(_KNOWN) for each in trainer.callbacks)
+    foreign = not all(map(is_of_lightning, trainer.callbacks))  # else all workers have the same modules
     if not collectives.real or not (found or foreign):
         return
     tensors = {f"{key}.{name}": tensor for key in found for name, tensor in found[key].items()}

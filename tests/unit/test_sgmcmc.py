@@ -435,3 +435,15 @@ def test_examples_in_the_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"lightning_asgd.{module}"))
     assert result.attempted >= 3
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_of_many_outputs_of_16_bits(dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(1, 1, bias=False).to(dtype)
+    samples = [{"weight": torch.full((1, 1), 0.5, dtype=dtype)}] * 1000
+    found = averaged_prediction(layer, samples, torch.ones(1, 1, dtype=dtype))
+    assert (found.dtype, found.item()) == (dtype, 0.5)
+    votes = averaged_prediction(
+        layer, samples[:2], torch.ones(1, 1, dtype=dtype), transform=lambda output: torch.tensor([1, 0])
+    )
+    assert votes.tolist() == [1.0, 0.0]
