@@ -139,7 +139,7 @@ class Simulation:
             if crash.worker >= self.workers + len(self.late_workers):
                 raise ConfigurationError(
                     f"{crash!r} names a worker that does not exist. Expected a rank below "
-                    f"{self.workers + len(self.late_workers)}, the number of workers and late workers."
+                    f"workers={self.workers} plus {len(self.late_workers)} late ones."
                 )
             joins_at = [0.0] * self.workers + [late.time_s for late in self.late_workers]
             if crash.worker >= self.workers and crash.time_s <= joins_at[crash.worker]:

@@ -142,7 +142,7 @@ def test_the_gan_finds_the_ring_and_saves_a_picture(start: Start, tmp_path: Path
 
 @pytest.mark.timeout(300)
 def test_a_recommender_learns_with_its_tables_on_the_servers(start: Start, tmp_path: Path) -> None:
-    output = run(start, tmp_path, "recommender.py", "--fast", "--strategy", "asgd_fork")
+    output = run(start, tmp_path, "recommender.py", "--fast", "--strategy", "asgd_fork", seconds=240)
     accuracy, best = numbers(r"accuracy ([\d.]+) on held-out clicks; the hidden model has ([\d.]+)", output)
     assert best - 0.05 < accuracy < best  # a constant answer has 0.5
 
