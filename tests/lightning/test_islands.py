@@ -163,13 +163,15 @@ class Started:
     def await_epoch(self, name: str, epoch: int) -> None:
         """Wait until an island that was just started trains an epoch, or a later one."""
         marks = [self.folder / f"{name}{rank}.mark" for rank in range(len(self.processes[name]))]
-        wait_until(lambda: all(mark.exists() and int(mark.read_text() or 0) >= epoch for mark in marks), 60, "training")
+        wait_until(
+            lambda: all(mark.exists() and int(mark.read_text() or 0) >= epoch for mark in marks), 120, "training"
+        )
 
     def results(self, *names: str) -> list[dict[str, Any]]:
         found = []
         for name in names:
             for rank, process in enumerate(self.processes[name]):
-                process.join(60)
+                process.join(120)
                 assert process.exitcode == 0, (self.folder / f"{name}{rank}.log").read_text()[-3000:]
                 found.append(torch.load(self.folder / f"{name}{rank}.pt"))
         return found
@@ -196,7 +198,7 @@ def run(tmp_path: Path, mains: Any) -> Any:
         served.join()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
 def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -210,7 +212,7 @@ def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str
         assert ours["metrics"] == theirs["metrics"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("inside", [pytest.param("DDP", marks=pytest.mark.slow), "FSDP2"])
 def test_an_island_resumes_from_a_checkpoint_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -235,7 +237,7 @@ def test_a_gradient_of_nan_spoils_no_process(run: Any, inside: str) -> None:
     assert "rejected an update with NaN" in (started.folder / "poisoned0.log").read_text()
 
 
-@pytest.mark.timeout(120)  # three starts of an island
+@pytest.mark.timeout(300)  # three starts of an island
 @pytest.mark.parametrize("killed", ["b", pytest.param("a", marks=pytest.mark.slow)])
 def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_rejoins(run: Any, killed: str) -> None:
     address, started = run
@@ -254,7 +256,7 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> None:
     address, started = run
     started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
@@ -268,7 +270,7 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
     address, started = run
     for name, inside in {"a": "DDP", "b": "FSDP2"}.items():
