@@ -154,8 +154,8 @@ class LeasedLoop:
         self._global_step = trainer.global_step
         resumed, self._resumed = self._resumed, {}
         resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
-        then = resumed.get("workers", self.workers) if resumes else self.workers
-        fewer = position - round(position * then / self.workers)  # batches of each worker than it was then
+        workers = resumed.get("workers", self.workers) if resumes else self.workers  # when it was written
+        fewer = position - round(position * workers / self.workers)  # batches, with the present number of workers
         position -= fewer
         self._schedules.stepped = position if position < self._batches else 0
         # The worker that wrote it may not have counted all steps that its batches stand for.

@@ -214,7 +214,7 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
         return _done([])
 
     def monitored_barrier(self, *_: Any, **__: Any) -> None:
-        """Lightning's around ``prepare_data``. In an elastic run, where each worker prepares its data, none waits."""
+        """Lightning calls it around ``prepare_data``. In an elastic run each worker prepares its data; none waits."""
         place = self._place()
         if place is not None and place.meets and self.size() > 1:
             collectives = served_through("monitored_barrier", place)

@@ -44,7 +44,7 @@ def _here() -> RankInfo | None:
     return _place
 
 
-_LIGHTNINGS = timedelta(days=10000)  # time-out of Lightning's barrier around prepare_data, for which it makes a group
+_PREPARE_DATA = timedelta(days=10000)  # time-out of the group that Lightning makes for its barrier around prepare_data
 _store: Any = None  # torch keeps the part in C++ only
 
 
@@ -165,10 +165,10 @@ def _prepare_torch() -> None:
 
     @functools.wraps(make_group)
     def make_encrypted(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        waits = timeout == _LIGHTNINGS
-        if str(backend).lower() == "gloo" and _place is not None and (_place.encrypted or waits) and is_ours():
+        prepares = timeout == _PREPARE_DATA
+        if str(backend).lower() == "gloo" and _place is not None and (_place.encrypted or prepares) and is_ours():
             backend = BACKEND
-            if not waits:
+            if not prepares:
                 _say_that_ours_serves()
         return make_group(ranks, timeout, backend, *args, **kwargs)
 

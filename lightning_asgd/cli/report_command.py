@@ -51,7 +51,7 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
         page = write(fits[-1], folder, about=about)
     except OSError as error:
         raise ConfigurationError(
-            f"The page cannot be written to {str(folder)!r}: {error}. Pass --out with one that you can write to."
+            f"The page cannot be written to {str(folder)!r}: {error}. Expected a writable folder: pass --out."
         ) from error
     sys.stdout.write(f"{page}\n")
     return None

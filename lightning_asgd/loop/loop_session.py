@@ -435,7 +435,9 @@ class LoopSession(Participation, Trainee):
         if not leases.opened:
             return {}
         epoch = leases.plan.epoch
-        known = held[1] if held[0] == epoch.key else epoch.done  # else they were fetched in an earlier pass
-        others = leases.done() if held[1] is None or known is None else known
+        if held[1] is None:
+            others = leases.done()
+        else:
+            others = held[1] if held[0] == epoch.key else epoch.done  # else the weights are of an earlier pass
         done = merged(sorted([*others, *leases.own]))  # without what others have pushed since
         return {"order": epoch.order, "units": epoch.units, "done": done}

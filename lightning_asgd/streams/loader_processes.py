@@ -136,7 +136,7 @@ class _Steps(Dataset[MadeStep]):
 class InitCalls:
     """Calls the ``worker_init_fn`` of dataloaders in a process; with ``number``, if torch's is another.
 
-    Each finds its own data set in ``get_worker_info().dataset``, and not the one that is read in its place.
+    During a call ``get_worker_info().dataset`` is the data set of that dataloader, which the program knows.
     """
 
     def __init__(self, loaders: Sequence[Any], number: int | None = None) -> None:

@@ -133,7 +133,7 @@ class ZmqServer(Loop):
             else:
                 try:
                     self._pool.submit(self._take, frames)
-                except RuntimeError:  # the system allows no further thread: one that runs takes it, if there is any
+                except RuntimeError:  # the system allows no new thread; a running thread of the pool takes the message
                     if not self._threads:
                         self._take(frames)
 

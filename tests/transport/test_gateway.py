@@ -223,7 +223,7 @@ def ahead() -> Iterator[socket.socket]:
 def test_a_connection_that_is_dropped_when_it_is_about_to_be_passed_on(
     monkeypatch: pytest.MonkeyPatch, ahead: socket.socket
 ) -> None:
-    """Strangers open so many that the oldest are dropped, one of them in the moment in which it reaches its server."""
+    """Strangers open many connections, so the gateway drops the oldest one, which has just reached its server."""
     monkeypatch.setattr(gateway, "_MOST_CALLERS", 1)
     relayed = Relayed(ahead.getsockname()[1])
     with relayed.connect(b"\xff" + (1).to_bytes(8, "big") + b"\x7f") as first:
