@@ -84,7 +84,7 @@ class Poisoned(Net):
 
 
 class Counting(Net):
-    """Learns how often each sample was trained."""
+    """Learns how often each sample was trained. Waits in a step while the test holds its island."""
 
     def __init__(self, mark: Path, *, sharded: bool) -> None:
         super().__init__(sharded=sharded)
@@ -98,6 +98,8 @@ class Counting(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark.write_text(str(self.current_epoch))
         time.sleep(0.04)
+        while self.mark.with_name(f"{self.mark.stem[:-1]}.held").exists():
+            time.sleep(0.01)
         return -self.net(batch[2]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -145,6 +147,7 @@ class Started:
 
     def __init__(self, folder: Path, mains: Any, served: Any) -> None:
         self.folder, self.mains, self.served = folder, mains, served
+        self.address = ""
         self.processes: dict[str, list[Any]] = {}
 
     def start(self, name: str, inside: str, address: str, **more: Any) -> None:
@@ -159,6 +162,23 @@ class Started:
         self.processes[name] = [self.mains(target=train, args=each, kwargs=about) for each in args]
         for process in self.processes[name]:
             process.start()
+
+    def hold(self, name: str) -> None:
+        """Keep an island in its next step: otherwise it may end the run alone while another one starts slowly."""
+        (self.folder / f"{name}.held").touch()
+
+    def release(self, name: str) -> None:
+        (self.folder / f"{name}.held").unlink()
+
+    def start_counting(self, insides: dict[str, str]) -> None:
+        """Start islands that count, and let them train when each has begun."""
+        for name, inside in insides.items():
+            self.hold(name)
+            self.start(name, inside, self.address, epochs=EPOCHS, counts=True)
+        for name in insides:
+            self.await_epoch(name, 0)
+        for name in insides:
+            self.release(name)
 
     def await_epoch(self, name: str, epoch: int) -> None:
         """Wait until an island that was just started trains an epoch, or a later one."""
@@ -189,7 +209,8 @@ def run(tmp_path: Path, mains: Any) -> Any:
     served.start()
     started = Started(tmp_path, mains, served)
     try:
-        yield address_of_run(tmp_path), started
+        started.address = address_of_run(tmp_path)
+        yield started.address, started
     finally:
         started.end()
         os.kill(served.pid, signal.SIGTERM)
@@ -240,16 +261,19 @@ def test_a_gradient_of_nan_spoils_no_process(run: Any, inside: str) -> None:
 @pytest.mark.timeout(300)  # three starts of an island
 @pytest.mark.parametrize("killed", ["b", pytest.param("a", marks=pytest.mark.slow)])
 def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_rejoins(run: Any, killed: str) -> None:
-    address, started = run
+    _, started = run
     insides = {"a": "DDP", "b": "FSDP2"}
-    for name, inside in insides.items():
-        started.start(name, inside, address, epochs=EPOCHS, counts=True)
+    (other,) = set(insides) - {killed}
+    started.start_counting(insides)
     started.await_epoch(killed, 1)
+    started.hold(other)
     partner, victim = started.processes[killed]
     os.kill(victim.pid, signal.SIGKILL)
     partner.join(30)
     assert partner.exitcode not in (None, 0)
-    started.start(killed, insides[killed], address, epochs=EPOCHS, counts=True)
+    started.start(killed, insides[killed], started.address, epochs=EPOCHS, counts=True)
+    started.await_epoch(killed, 0)
+    started.release(other)
     started.await_epoch(killed, 2)
     for each in started.results("a", "b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
@@ -258,9 +282,8 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> None:
-    address, started = run
-    started.start("a", "DDP", address, epochs=EPOCHS, counts=True)
-    started.start("b", "DDP", address, epochs=EPOCHS, counts=True)
+    _, started = run
+    started.start_counting({"a": "DDP", "b": "DDP"})
     started.await_epoch("b", 1)
     first = started.processes["b"][0]
     os.kill(first.pid, signal.SIGSTOP)
@@ -272,9 +295,8 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
 
 @pytest.mark.timeout(300)
 def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
-    address, started = run
-    for name, inside in {"a": "DDP", "b": "FSDP2"}.items():
-        started.start(name, inside, address, epochs=EPOCHS, counts=True)
+    _, started = run
+    started.start_counting({"a": "DDP", "b": "FSDP2"})
     first = servers_of(started.served.pid)
     for epoch, server in enumerate(first, 1):
         for name in "ab":
