@@ -126,6 +126,7 @@ RULES = (
     Rule("DelayedNesterov", excused={"text": CAPPED}),
     Rule("DecoupledDiLoCo", excused={"fashion": SLOWER, "text": CAPPED}),
     Rule("SparseLoCo", excused={**images(SPARSE), "text": SPARSE}),
+    Rule("SparseLoCo", options={"lr": 1.0}, excused={**images(SPARSE), "text": SPARSE}),
     Rule("SparseLoCo", 30, excused={**images(SPARSE), "text": SPARSE}),
 )
 

@@ -47,11 +47,12 @@ class Updates:
         self.compression = compression
         self._coded = [is_coded(role, dtype) for role, dtype, _ in groups]
         self._residual: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}  # the residuals before the latest update
 
     def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
         """Code an update, one tensor per group; those that are coded are overwritten."""
         if not all(is_finite(buffer) for buffer in buffers):
-            self.forget()  # the servers will reject it
+            self._before.clear()  # the servers will reject it
             return tuple(buffers)
         return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
 
@@ -59,18 +60,20 @@ class Updates:
         """Decode what :meth:`encode` returned, into the tensors of ``out``."""
         return tuple(_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True))
 
-    def forget(self) -> None:
-        """Drop what was lost so far."""
-        self._residual.clear()
+    def take_back(self) -> None:
+        """Have the residuals of before the latest update, since that was not applied."""
+        self._residual.update(self._before)
+        self._before.clear()
 
     def _encode(self, group: int, buffer: Tensor) -> Coded:
-        residual = self._residual.get(group)
-        if residual is None:
-            residual = self._residual[group] = torch.zeros_like(buffer)
-        buffer.add_(residual, alpha=self.compression.decay)
+        before, after = (each.get(group) for each in (self._residual, self._before))
+        before = torch.zeros_like(buffer) if before is None else before
+        after = torch.empty_like(buffer) if after is None else after
+        buffer.add_(before, alpha=self.compression.decay)
         coded = self.compression.encode(buffer)
-        self.compression.decode(coded, residual)
-        torch.sub(buffer, residual, out=residual)
+        self.compression.decode(coded, after)
+        torch.sub(buffer, after, out=after)
+        self._residual[group], self._before[group] = after, before
         return coded
 
 

@@ -193,6 +193,11 @@ def _check_rounds(nsync: Any, overlap: Any, rule: Algorithm) -> None:
         raise ConfigurationError(
             f"overlap=False was given with {name}. Expected True or None: its workers train on while a round lasts."
         )
+    if rule.merge_after and overlap is False:
+        raise ConfigurationError(
+            f"overlap=False was given with {rule!r}. Expected True or None with delay={rule.merge_after}: a worker "
+            "that waits for a reply merges it at once."
+        )
 
 
 def _check_others(timeouts: Any, offload: Any, rule: Algorithm) -> None:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "joined", "parted", "server_address", "server_addresses"]
+__all__ = [
+    "RUN_ENV",
+    "SECRET_ENV",
+    "SERVER_ENV",
+    "TRANSPORT_ENV",
+    "joined",
+    "parted",
+    "server_address",
+    "server_addresses",
+]
 
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
 
 SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
 """What ``ASGDStrategy(server=..., run_id=...)`` are if neither is given."""
+
+TRANSPORT_ENV = "LIGHTNING_ASGD_TRANSPORT"
+"""What ``transport="auto"`` is then."""
 
 
 def joined(host: str, port: int) -> str:

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.servers import ROOT
 
 WITHOUT_RPC = """
@@ -66,7 +64,6 @@ finally:
 """
 
 
-@pytest.mark.timeout(180)  # 5 s on an idle machine: two processes import torch
 def test_all_but_the_transport_over_rpc_works(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RPC)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), ROOT]), "OMP_NUM_THREADS": "1"}

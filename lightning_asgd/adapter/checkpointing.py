@@ -125,6 +125,9 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
     yield
     for each in _beside(path).glob("*") if saved else ():
         if each.name != copy:
+            for name, table in tables.items():
+                if table.source == each / name:
+                    table.read_from(_beside(path) / copy / name)
             shutil.rmtree(each, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from lightning_asgd.adapter.asgd_monitor import log_folder
 from lightning_asgd.adapter.class_trees import tree_of
 from lightning_asgd.adapter.private_names import rich_bar
 from lightning_asgd.adapter.sync_callback import is_monitored
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, SparseLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.monitoring.fit_summary import FitSummary, count
@@ -120,15 +120,20 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
 
 
 def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any]) -> str | None:
-    """What to do where the mean of many workers' updates learns more slowly than DDP with the same settings.
+    """What to do where workers' updates learn more slowly than DDP with the same settings, or move the weights too far.
 
     Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
     With SGD it is the age of the weights: `make sets`, and the same with ``nsync=2``.
     """
     algorithm = config.algorithm
+    names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
+    if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and not names:
+        return (
+            f"A-SGD: SparseLoCo's outer rate, sqrt({workers}) = {math.sqrt(workers):.1f} for {workers} workers, is "
+            "meant for adaptive optimizers such as AdamW. After SGD with momentum it is too large: SparseLoCo(lr=1.0)."
+        )
     if workers < _MANY or not isinstance(algorithm, ASGD) or algorithm.scale != "mean":
         return None
-    names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
     if names:
         root = math.sqrt(workers)
         return (

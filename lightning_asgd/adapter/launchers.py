@@ -7,6 +7,8 @@ process, and one worker's death does not end the others (Lightning's observer wo
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +66,11 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
         program = None
-        if not external and self.num_processes > 1 and pickled_program.is_needed():
-            program = pickled_program.PickledTrainer(trainer, function, args, kwargs)
+        if not external and self.num_processes > 1:
+            if pickled_program.is_needed():
+                program = pickled_program.PickledTrainer(trainer, function, args, kwargs)
+            else:
+                _check_script()
         try:
             self.job.begin(surroundings_of(environment, self.num_nodes), self.tree.say, is_main=rank == 0)
             if not external:
@@ -91,3 +96,17 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         if overseer is not None:
             overseer.excuse()
         super().kill(signum)
+
+
+def _check_script() -> None:
+    """Raise a ``ConfigurationError`` if Lightning would not find the script that it runs again."""
+    hydra, spec = sys.modules.get("hydra.core.hydra_config"), getattr(sys.modules["__main__"], "__spec__", None)
+    if hydra is not None and hydra.HydraConfig.initialized():
+        return  # it is found from the folder in which the program began
+    script = os.path.abspath(sys.argv[0])
+    if spec.name == "__main__" if spec is not None else not os.path.isfile(script):
+        raise ConfigurationError(
+            f"The Trainer runs the script again for each further worker, and there is none at {script!r}. Expected a "
+            "script in a file, found from the present working directory: give an absolute path, do not change the "
+            "directory before the fit, or use ASGDStrategy(start_method='fork')."
+        )

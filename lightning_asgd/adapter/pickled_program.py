@@ -49,9 +49,8 @@ class PickledTrainer:
                 "Fabric(devices=...) was used with several devices in a process of Ray's. Expected one device there: "
                 "Ray's own program cannot be started once more."
             )
-        random_numbers = torch.get_rng_state(), random.getstate()
         try:
-            data = cloudpickle.dumps((trainer, function, args, kwargs, random_numbers))
+            data = cloudpickle.dumps((trainer, function, args, kwargs, _process_state()))
         except Exception as error:
             raise ConfigurationError(
                 f"A Trainer with several workers is used in a process of Ray's, and cannot be pickled: {error}. "
@@ -74,3 +73,18 @@ class PickledTrainer:
     def remove(self) -> None:
         """Remove its file, which all workers have read."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _process_state() -> dict[str, Any]:
+    """What a script that is run again sets in its process, by itself or with ``Trainer(deterministic=True)``."""
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "random": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    }

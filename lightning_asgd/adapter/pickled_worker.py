@@ -18,9 +18,16 @@ def run_copy() -> None:
 
         from lightning_asgd.processes import rank_variables  # noqa: F401  # takes those of this worker
 
-        trainer, function, args, kwargs, (torch_numbers, numbers) = pickle.load(file)
-    torch.set_rng_state(torch_numbers)
-    random.setstate(numbers)
+        trainer, function, args, kwargs, state = pickle.load(file)
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["random"])
+    if state["numpy"] is not None:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    enabled, warn_only = state["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = state["cudnn"]
     strategy = trainer.strategy
     strategy.set_world_ranks()  # as when a Trainer is made: the copy has those of worker 0
     try:

@@ -413,8 +413,7 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
         if self._saves_nothing:
             log.warning(
                 "The main process has not trained, and does not write %s. Worker 0 writes it when it raises an "
-                "exception. If worker 0 was killed, or reports that it could not write it, there is no such "
-                "checkpoint: resume from an earlier one.",
+                "exception. If worker 0 was killed or cannot write it, resume from an earlier checkpoint.",
                 filepath,
             )
             return
@@ -435,9 +434,10 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._resume.tables = read_tables(self, checkpoint, checkpoint_path)
-        config, servers = self.options.config, self._job.num_servers
-        return {**checkpoint, **self._resume.read(checkpoint, self.global_rank, config.algorithm_name, servers)}
+        resume = self._resume if self._is_fitting(self.lightning_module.trainer) else Resumption()
+        resume.tables = read_tables(self, checkpoint, checkpoint_path)
+        about = self.global_rank, self.options.config.algorithm_name, self._job.num_servers
+        return {**checkpoint, **resume.read(checkpoint, *about)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the tables beside it."""

@@ -25,7 +25,8 @@ Departures:
     :math:`D_i` is the change since worker *i* last merged the fragment, not its distance from the servers' present
     weights. A push that arrives after its round counts in the next one, and is not dropped.
     Each server ends its rounds by itself, so a push may be in different rounds on two servers. It looks at its clock
-    four times a second: a grace period may last a quarter of a second longer.
+    four times a second: a grace period may last a quarter of a second longer. The paper also takes the time of the
+    transfer off the grace period. Here it is not known in advance.
     *K* is half of the workers by default (the paper: mostly 1), and *B* is capped: these two are ours.
 """
 

@@ -27,7 +27,7 @@ from lightning_asgd.algorithms.base import Push, Run, Transform
 from lightning_asgd.algorithms.outer_momentum import OuterMomentum
 from lightning_asgd.algorithms.rounds import Barrier
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import at_least, between, whole
+from lightning_asgd.validation import between, whole
 
 __all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 
@@ -60,7 +60,7 @@ class InFragments(DiLoCo):
     """DiLoCo that exchanges a part of the module at a time.
 
     Args:
-        parts: fragments of the module. Parameters are assigned to them in turn.
+        parts: fragments of the module, of nearly equal sizes.
         alpha: the part of its own weights that a worker keeps when it mixes in a reply.
     """
 
@@ -97,9 +97,10 @@ class StreamingDiLoCo(InFragments):
     Args:
         lr: see :class:`DiLoCo`.
         momentum: see :class:`DiLoCo`.
-        parts: *P*. Parameters are assigned to the fragments in turn (the paper's strided pattern).
+        parts: *P*. The largest parameters are assigned first, each to the fragment that is the smallest then.
         alpha: :math:`\alpha`, the part of its own weights that a worker keeps.
-        delay: steps after a push before which its reply is not merged.
+        delay: steps after a push before which its reply is not merged. Where the period is shorter, as it may become
+            with :class:`DynamicSteps` or ``nsync="auto"``, a reply is merged before the next push.
 
     References:
         A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2.
@@ -107,7 +108,8 @@ class StreamingDiLoCo(InFragments):
     Departures:
         The paper merges a reply after a fixed number of steps, and waits for one that is late. Here a worker merges it
         once it has arrived and ``delay`` steps have passed: while it waited, it would not push its next fragment, for
-        which other workers may be waiting. Updates are quantised only if ``compression="4bit"`` is given.
+        which other workers may be waiting. The paper's fragments consist of layers at equal distances, and these of
+        single parameters, since layers differ in size. Updates are quantised only if ``compression="4bit"`` is given.
     """
 
     delay: int = 0
@@ -161,7 +163,7 @@ class DelayedNesterov(OuterMomentum):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.buffer is not None:
-            at_least("DelayedNesterov(buffer)", self.buffer, 1)
+            whole("DelayedNesterov(buffer)", self.buffer, 1)
         between("DelayedNesterov(spread)", self.spread, 0, 1 if self.buffer is None else 1 / self.buffer)
 
     def start(self, weights: Tensor) -> dict[str, Any]:

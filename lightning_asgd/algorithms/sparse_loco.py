@@ -43,13 +43,14 @@ class SparseLoCo(Algorithm):
     Use it with long periods, such as ``nsync=15`` to 50, and with an adaptive optimizer, as the paper does.
 
     Args:
-        lr: the outer learning rate :math:`\alpha`; None for the square root of the number of workers.
+        lr: the outer learning rate :math:`\alpha`; None for the square root of the number of workers, tried with up to
+            16 and AdamW. After SGD with momentum, whose pushes agree, it is too large: use 1.
         largest: values that are sent of every 4,096, even: 128 are 3.1 %, 0.44 bits per parameter.
         residual_decay: the fraction of a push's residual, of what was not sent, that is added to the next push.
 
     State:
-        none beside the weights, but a lost server cannot be restored from the workers' copies. Workers keep one
-        vector, the residual.
+        none beside the weights, but a lost server cannot be restored from the workers' copies. Workers keep two
+        vectors: the residual, and that of before the latest push, which may be refused.
 
     Staleness:
         ignored, as by :class:`ASGD`.

@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,14 +76,14 @@ def serve(
     where = None if join is None else _place(join)
     stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
     try:
-        entry = _entry(run_id, name, num_servers, rendezvous.address, where, lease_s)
+        entry = _entry(run_id, name, num_servers, rendezvous.address, where, lease_s, stopped)
         version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
         settings = _settings(entry, interface, snapshots, snapshot_every_s)
         mine = len(servers_of_machine(entry.servers, machines, 0))
         overseer = supervisor.ensure(mine, rendezvous, settings, succeed=join is not None)
         borrower = ServerBorrower(entry, rendezvous, settings, machines) if machines > 1 else None
-        hosting = entry, rendezvous, overseer, interface, borrower
-        _host(*hosting, lambda: _explain(entry, join, line, (snapshots, version), machines), stopped)
+        explain = partial(_explain, entry, join, line, (snapshots, version), machines)
+        _host(entry, rendezvous, overseer, interface, borrower, explain, stopped)
     finally:
         supervisor.close_current()
         rendezvous.close()
@@ -104,7 +105,7 @@ def _host(
 
     with ServersHealth(entry.run, rendezvous, entry.transport, interface) as health:
         for index, key in enumerate(overseer.keys(entry.servers)):
-            rendezvous.server(index, key, _START_S)
+            rendezvous.server(index, key, _START_S, check=lambda: _check_stopped(stopped))
         with RunHosting(entry, rendezvous, overseer, interface, borrower) as hosting:
             health.keys = hosting.keys
             until = time.monotonic() + _START_S
@@ -141,6 +142,7 @@ def _entry(
     address: tuple[str, int],
     join: tuple[str, int] | None,
     lease_s: float,
+    stopped: list[int],
 ) -> HostEntry:
     """What this host publishes first. Raises a ``LaunchError`` if there is no such run at the address to ``join``."""
     from lightning_asgd.environment import joined
@@ -152,6 +154,7 @@ def _entry(
         return HostEntry(run_id, transport, num_servers, me, term=1, present=me, hosts=(me,), lease_s=float(lease_s))
     until = time.monotonic() + _START_S
     while not isinstance(found := ask_host(*join), HostEntry):
+        _check_stopped(stopped)
         if time.monotonic() > until:
             raise LaunchError(
                 f"No host of a run answers at {joined(*join)} within {_START_S:g} s. Expected `lightning-asgd serve` "
@@ -256,9 +259,19 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous, s
 def _signals() -> list[int]:
     """The signals that stop the servers, as they arrive."""
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         signal.signal(number, lambda number, _: stopped.append(number))
     return stopped
+
+
+def _check_stopped(stopped: list[int]) -> None:
+    """Exit if a signal came while the servers were starting."""
+    if stopped:
+        sys.stdout.write("Stopped before the servers had started.\n")
+        raise SystemExit(0)
 
 
 def _explain(

@@ -7,7 +7,8 @@ Departures:
     A tile is 4,096 consecutive values of a shard, and not 64 x 64 values of a matrix: servers know no matrices.
     Magnitudes are compared by their first twelve binary digits. The two bits are the sign, and whether the magnitude is
     above the mean of the tile's sent magnitudes; each of these two classes is decoded as its own mean. The paper has
-    one table of values for a parameter. A tile with fewer values above 0 than are sent also sends zeros.
+    one table of values for a parameter. If fewer values than are sent are not 0, the largest is sent
+    several times.
 """
 
 from __future__ import annotations
@@ -85,10 +86,14 @@ class TopTiles(Compression):
             places[first : first + _AT_ONCE] = found
             torch.gather(some, 1, found, out=sent[first : first + _AT_ONCE])
         size = sent.abs()
-        large = (size > size.mean(1, keepdim=True)).float()
+        found, total = (size > 0).float().sum(1), size.sum(1)
+        large = (size > (total / found)[:, None]).float()
         above, number = (size * large).sum(1), large.sum(1)
-        below = (size.sum(1) - above) / (self.largest - number)
+        below = (total - above) / (found - number).clamp(min=1)
         means = torch.stack([below, above / number.clamp(min=1)], dim=1).bfloat16()
+        if found.min() < self.largest:
+            top = torch.where(size > 0, torch.arange(self.largest), size.argmax(1, keepdim=True))
+            places, sent, large = (each.gather(1, top) for each in (places, sent, large))
         return _pack_places(places), _pack_bits(sent < 0), _pack_bits(large > 0), means
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:

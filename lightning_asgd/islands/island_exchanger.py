@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class IslandShards(ShardClient):
         """None: every process receives its part of them."""
         return []
 
-    def forget_residuals(self) -> None:
+    def give_up(self, servers: Collection[int]) -> None:
         """Give up the latest exchange on all processes."""
         self._part.order("forget")
 

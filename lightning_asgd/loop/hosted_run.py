@@ -80,7 +80,7 @@ class HostedRun:
         options = {"host": host, "port": port, "run-id": run, "num-servers": self._num_servers}
         options["transport"] = self.transport
         environment = child_environment()
-        path = [environment["PYTHONPATH"], *filter(None, sys.path), os.getcwd()]  # an algorithm may be a user's own
+        path = [*filter(None, [environment["PYTHONPATH"], *sys.path]), os.getcwd()]  # an algorithm may be a user's own
         self._process = subprocess.Popen(
             [sys.executable, "-c", _COMMAND, "serve", *(f"--{name}={value}" for name, value in options.items())],
             stdin=subprocess.DEVNULL,

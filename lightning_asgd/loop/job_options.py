@@ -10,12 +10,12 @@ from typing import Any
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import RUN_ENV, SERVER_ENV, ExchangeConfig, Timeouts, positive_int
-from lightning_asgd.environment import server_addresses
+from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import check_units
 from lightning_asgd.protocol import Policy
-from lightning_asgd.transports.registry import check_name
+from lightning_asgd.transports.registry import AUTO, check_name
 
 __all__ = ["JobOptions", "LoopOptions"]
 
@@ -65,8 +65,11 @@ class JobOptions:
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
         if self.server is None and self.run_id is None:  # an engine may have started this process for a run
-            object.__setattr__(self, "server", os.environ.get(SERVER_ENV))
+            server = os.environ.get(SERVER_ENV)
+            object.__setattr__(self, "server", server)
             object.__setattr__(self, "run_id", os.environ.get(RUN_ENV))
+            if server is not None and self.transport == AUTO:
+                object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
         config = self.config
         for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
             _check_importable(type(rule))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import uuid
 from pathlib import Path
@@ -38,7 +40,7 @@ class ServerHandle:
             os.getpid(),
             succeeds=succeeds,
             server=index,
-            path=(*filter(None, sys.path), str(Path.cwd())),
+            path=(*filter(None, sys.path), *_working_folder()),
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],
@@ -88,12 +90,17 @@ class ServerHandle:
 def child_environment() -> dict[str, str]:
     """The environment of a process that must import this package, and nothing from its working directory."""
     root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": root if not path else os.pathsep.join([root, path]),
-        "PYTHONSAFEPATH": "1",
-    }
+    path = [each for each in (root, os.environ.get("PYTHONPATH")) if each]
+    if root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}:
+        del path[0]  # found there anyway, and behind the standard library, parts of which other packages may replace
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def _working_folder() -> list[str]:
+    try:
+        return [os.getcwd()]
+    except OSError:  # it was removed
+        return []
 
 
 def _server_environment() -> dict[str, Any]:

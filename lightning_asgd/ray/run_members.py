@@ -26,8 +26,9 @@ _SILENT_S = 30.0  # without an answer, after which a warning says that the worke
 class RunWorker:
     """A worker of the run, as the driver sees it."""
 
-    def __init__(self, number: int, actor: Any, ended: Any) -> None:
+    def __init__(self, number: int, actor: Any, ended: Any, place: int | None) -> None:
         self.number, self.actor, self.ended = number, actor, ended
+        self.place = place  # of those that the run has reserved; None for one outside of them
         self.stop_at: float | None = None  # when it is killed, of one that was asked to stop
 
 

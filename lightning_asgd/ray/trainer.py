@@ -152,7 +152,7 @@ class ASGDRun:
             places = self._places()
             self._start_servers(places[0], self._rendezvous)
             for index in range(plan.least):
-                self._add_worker(PlacementGroupSchedulingStrategy(places[1], placement_group_bundle_index=index))
+                self._add_worker(index)
         except BaseException:
             self._close()
             raise
@@ -258,7 +258,7 @@ class ASGDRun:
         plan = self._plan
         for index in range(plan.num_servers):
             at = PlacementGroupSchedulingStrategy(places, placement_group_bundle_index=index)
-            options = actor_options(plan.resources_per_server, plan.max_restarts, at)
+            options = actor_options(plan.resources_per_server, plan.max_restarts, at) | self._environment
             actor = ray.remote(ServerActor).options(**options).remote(index, self._address)
             self._servers.append(RunServer(index, actor))
         keys, rendezvous.longer, wait_s = [], "raise place_s of ASGDTrainer", max(_START_S, plan.place_s)
@@ -267,13 +267,17 @@ class ASGDRun:
             rendezvous.server(index, keys[-1], wait_s, check=server.check)
         rendezvous.announce_run(self._address.run_id, self._address.transport, keys, tended=True)
 
-    def _add_worker(self, at: Any) -> None:
+    def _add_worker(self, place: int | None) -> None:
+        """Start a worker in one of the run's own places, or where the cluster has room."""
         plan, number = self._plan, self._number
         self._number += 1
+        at: Any = "DEFAULT"
+        if place is not None:
+            at = PlacementGroupSchedulingStrategy(self._groups[1], placement_group_bundle_index=place)
         options = actor_options(plan.resources_per_worker, plan.max_restarts, at)
         actor = ray.remote(WorkerActor).options(**options, **self._environment).remote(number, self._address)
         ended = actor.train.remote(plan.function, plan.arguments, self._storage, self._board.actor)
-        self._workers[number] = RunWorker(number, actor, ended)
+        self._workers[number] = RunWorker(number, actor, ended, place)
 
     # ------------------------------------------------------------------ watching
 
@@ -284,7 +288,8 @@ class ASGDRun:
             self._end_worker(worker)
         if not (self._finished or self._stopped):
             for _ in range(self._target - len(alive) - (len(self._failures) - self._forgiven)):
-                self._add_worker("DEFAULT")
+                taken = {worker.place for worker in self._workers.values()}
+                self._add_worker(next((place for place in range(self._plan.least) if place not in taken), None))
 
     def _end_worker(self, worker: RunWorker) -> None:
         """Ask a worker to leave the run. It is killed if that takes long."""

@@ -47,6 +47,7 @@ _CLIENTS = 4096  # whose latest pushes are remembered
 _HEADER = struct.Struct("<8sQQqqqI")  # magic, rows, columns, client, number of the push, number of updates, checksum
 _MAGIC = b"asgdrows"
 _DESCRIPTION = "table.json"
+_INCOMPLETE = "A copy was not finished: copy the whole folder again, or remove it to begin a new table."
 _AT_ONCE = 64 << 20  # bytes that are copied at a time
 _LOCKED_S = 10.0  # for a process that was replaced to end
 _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -110,8 +111,12 @@ class RowFiles:
         self._lock = os.open(self._path(".lock"), _OPEN, 0o600)
         try:
             _lock(self._lock, self._path(".lock"))
-            self.records = _mapped(self._path(".table"), torch.float32, (count, columns))
+            if self._path(".table").exists() and not self._path(".clients").exists():
+                raise ConfigurationError(f"{self._path('.clients')} is missing. {_INCOMPLETE}")
             self._clients = _mapped(self._path(".clients"), torch.int64, (_CLIENTS, 3))
+            if self.updates and not self._path(".table").exists():
+                raise ConfigurationError(f"{self._path('.table')} is missing. {_INCOMPLETE}")
+            self.records = _mapped(self._path(".table"), torch.float32, (count, columns))
             self._inode = os.stat(self._path(".table")).st_ino
             self._journal = os.open(self._path(".journal"), _OPEN, 0o600)
         except BaseException:
@@ -263,6 +268,8 @@ def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     size = max(1, shape[0] * shape[1]) * dtype.itemsize
     file = os.open(path, _OPEN, 0o600)
     try:
+        if (found := os.fstat(file).st_size) not in (0, size):
+            raise ConfigurationError(f"{path} has {found} bytes. Expected {size}. {_INCOMPLETE}")
         _reserve(file, size, path)
         mapped = mmap.mmap(file, size)
     finally:

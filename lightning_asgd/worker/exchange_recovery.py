@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Exchange, ReplicaState, Reply
 from lightning_asgd.stats import Verdict
 from lightning_asgd.worker.connection import COORDINATOR, done_within
@@ -31,6 +32,7 @@ class ExchangeLog:
         self._waits = waits  # whether servers hold answers back until other workers have pushed
         self.seq = shards.client.pushed  # number of the latest push: of a process before this one, at first
         self.in_flight: InFlight | None = None  # the exchange whose answer is not merged yet
+        self.unapplied: Sequence[int] = ()  # servers that had not applied the latest push when this worker rejoined
         self.pushed: list[Exchange] = []  # acknowledged pushes since the latest fetch
         # Of the weights fetched last: versions, the latest push of each worker in them, the epoch, ranges of its units.
         self.versions = [0 for _ in self._connection.servers]
@@ -72,7 +74,7 @@ class ExchangeLog:
 
     def rejoin(self) -> Waits:
         """Rejoin. Updates that were not applied are lost: other workers train those data."""
-        lost = self.in_flight
+        lost, self.unapplied = self.in_flight, ()
         restoring = bool(self._connection.being_restored)
         if not restoring:  # else it may have to start again with one more lost server
             self.in_flight = None
@@ -84,6 +86,8 @@ class ExchangeLog:
                     self._shards.replies(lost.futures)  # if server 0 took the push, all must
             for future in lost.futures:  # another server may still read the wire buffers
                 done_within(future, self._connection.timeout_s)
+            if lost.message.push:
+                self.unapplied = [s for s, future in enumerate(lost.futures) if self._was_away(s, future)]
         owed = self._owed(lost)
         self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
         self._data.revoke()
@@ -94,6 +98,16 @@ class ExchangeLog:
                     self._replica.pack_again(server)
                 futures[server] = self._shards.repeat(server, messages[server])
                 self._connection.result(server, futures[server])
+
+    def _was_away(self, server: int, future: Future[Any]) -> bool:
+        """Whether a server has not taken an exchange, since this worker was away."""
+        try:
+            self._connection.result(server, future, 0.0)
+        except WorkerAwayError:
+            return True
+        except ASGDError:
+            return False
+        return False
 
     def _owed(self, lost: InFlight | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
         """Messages, with futures, that the coordinator has answered and servers under recovery may lack."""

@@ -30,7 +30,7 @@ from lightning_asgd.stats import ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.shard_client import InFlight, ShardClient
+from lightning_asgd.worker.shard_client import InFlight, ShardClient, restore_shards
 from lightning_asgd.worker.synchronizer import Held, Skipped, Training, Waits, run
 
 __all__ = ["Channel", "Exchanger"]
@@ -205,7 +205,7 @@ class Channel:
         self.stats.add(record, pushed=push, fetched=fetch)
         if refused:
             self._forget_steps()
-            self.shards.forget_residuals()
+            self.shards.give_up([s for s, r in enumerate(replies) if r.verdict is Verdict.REFUSED])
             if not fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetch()
             self._training.on_refused()
@@ -230,7 +230,7 @@ class Channel:
         self.leaving = None
         yield from self.log.rejoin()
         self._forget_steps()
-        self.shards.forget_residuals()
+        self.shards.give_up(self.log.unapplied)
         yield from self.fetch()
 
     def catch_up(self) -> dict[str, Tensor]:
@@ -431,8 +431,7 @@ class Exchanger:
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """See :class:`Synchronizer`."""
-        for channel, kept in zip(self.channels, state, strict=True):
-            channel.shards.state(kept)
+        restore_shards([channel.shards for channel in self.channels], state)
 
     def forget_exchanges(self) -> None:
         """Drop the exchanges in flight: their session has ended."""

@@ -24,6 +24,7 @@ __all__ = ["ServedEmbedding"]
 log = logging.getLogger(__name__)
 
 _SEEDS = 1 << 62
+_APART = 8  # gradients of backward passes that are kept before they are added up
 
 
 class ServedEmbedding(Module):
@@ -91,7 +92,8 @@ class ServedEmbedding(Module):
         self.lr = lr
         self.cache_rows, self.max_age = whole("cache_rows", cache_rows), whole("max_age", max_age)
         self._client: TableClient | None = None
-        self._source = Path(place)  # where rows are read outside of a fit
+        self.source = Path(place)
+        """The folder of which rows are read outside of a fit."""
         self._gradients: list[tuple[Tensor, Tensor]] = []  # rows, and their gradients since the latest step
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -109,20 +111,19 @@ class ServedEmbedding(Module):
 
     def attach(self, client: TableClient | None) -> None:
         """Use the servers from now on, or with None the files. A fit calls this."""
-        self._client, self._source = client, Path(self.table.folder)
+        self._client, self.source = client, Path(self.table.folder)
         self.discard()
 
     def step(self) -> None:
         """Push the gradients since the latest step, after an optimizer has taken one. A fit calls this."""
+        self._add_up()
         found, self._gradients = self._gradients, []
         if self._client is None:
             return
         numbers, gradients = found[0] if found else (torch.empty(0, dtype=torch.int64), torch.empty(0))
-        if len(found) > 1:
-            numbers, places = torch.unique(torch.cat([each for each, _ in found]), return_inverse=True)
-            parts = torch.cat([gradient for _, gradient in found])
-            gradients = parts.new_zeros(len(numbers), self.table.width).index_add_(0, places, parts)
-        self._client.step(numbers, gradients, self.lr)
+        lr = float(self.lr)  # a program may have given a tensor
+        at_least(f"lr of the served table in {self.table.folder}", lr, 0.0, finite=True)
+        self._client.step(numbers, gradients, lr)
 
     def discard(self) -> None:
         """Forget the gradients since the latest step, as ``zero_grad()`` does. A fit calls this."""
@@ -138,11 +139,11 @@ class ServedEmbedding(Module):
         if self._client is not None:
             self._client.save(str(to))
         else:
-            copy_table(self._source, to)
+            copy_table(self.source, to)
 
     def read_from(self, folder: str | Path) -> None:
         """Read rows from a copy of the table until the next fit, which continues with the table itself."""
-        self._source = Path(folder).expanduser().absolute()
+        self.source = Path(folder).expanduser().absolute()
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
@@ -152,10 +153,10 @@ class ServedEmbedding(Module):
     def _read(self, numbers: Tensor) -> Tensor:
         if self._client is not None:
             return self._client.read(numbers)
-        if self._source == Path(self.table.folder) and not self._source.exists():
-            log.warning("There is no table in %s yet: its rows have their first values.", self._source)
+        if self.source == Path(self.table.folder) and not self.source.exists():
+            log.warning("There is no table in %s yet: its rows have their first values.", self.source)
             return first_values(numbers, self.table)
-        return read_rows(self._source, numbers, self.table)
+        return read_rows(self.source, numbers, self.table)
 
     def _distinct(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """The distinct rows asked for, ascending, and for each index its place among them."""
@@ -181,6 +182,16 @@ class ServedEmbedding(Module):
                 "it. Expected Trainer(strategy=ASGDStrategy(...)), or a loop with AsyncSGD."
             )
         self._gradients.append((numbers, gradient.detach().float().cpu()))
+        if len(self._gradients) >= _APART:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up the gradients of each row."""
+        found = self._gradients
+        if len(found) > 1:
+            numbers, places = torch.unique(torch.cat([each for each, _ in found]), return_inverse=True)
+            parts = torch.cat([gradient for _, gradient in found])
+            found[:] = [(numbers, parts.new_zeros(len(numbers), self.table.width).index_add_(0, places, parts))]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_client": None, "_gradients": []}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +20,9 @@ from lightning_asgd.stats import ExchangeRecord
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.session_client import SessionClient
 
-__all__ = ["InFlight", "ShardClient"]
+__all__ = ["InFlight", "ShardClient", "restore_shards"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -212,11 +215,11 @@ class ShardClient:
                     code.common.hold(each[: len(each) - self._tables])
         return ["" if code is None else code.common.digest for code in self._codes]
 
-    def forget_residuals(self) -> None:
-        """Drop what compression has kept back of updates that were not applied."""
-        for code in self._codes:
-            if code is not None:
-                code.updates.forget()
+    def give_up(self, servers: Collection[int]) -> None:
+        """Note which servers have not applied the latest update: they still lack what it brought of earlier ones."""
+        for server in servers:
+            if (code := self._codes[server]) is not None:
+                code.updates.take_back()
 
     def _encoded(self, server: int, update: tuple[Tensor, ...] | None) -> tuple[Coded, ...] | None:
         code = self._codes[server]
@@ -251,3 +254,27 @@ class ShardClient:
         kept = [dict(self.connection.result(s, future)) for s, future in enumerate(futures)]
         common = set(kept[0]).intersection(*kept[1:])
         return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
+
+
+def restore_shards(fragments: Sequence[ShardClient], states: Sequence[Sequence[Any]]) -> None:
+    """Put back what the servers kept beside the weights of each fragment, unless it is of other fragments."""
+    fits = len(fragments) == len(states)
+    if fits and all(_is_alike(kept, each.state()) for each, kept in zip(fragments, states, strict=True)):
+        for each, kept in zip(fragments, states, strict=True):
+            each.state(kept)
+    else:
+        log.warning(
+            "The checkpoint was written with other fragments of the module: other state of the servers, such as "
+            "momentum, starts from zero."
+        )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two states have tensors of the same shapes, where both have some."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return all(_is_alike(one[key], other[key]) for key in one.keys() & other.keys())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    return True

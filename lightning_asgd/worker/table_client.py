@@ -201,17 +201,13 @@ class TableClient:
             self._result(call)
 
     def _posted(self, server: int, rows: Tensor, message: TableRequest) -> _Call:
-        while True:
+        while True:  # any of them may wait until another worker's table is saved
             connection = self._connection()
             try:
-                future = connection.post(server, message, self._patience_s(message))
+                future = connection.post(server, message, connection.patience_s)
                 return _Call(server, rows, message, future, self._updates.get(server, 0))
             except ServerLostError as error:
                 connection.recover(error)
-
-    def _patience_s(self, message: TableRequest) -> float:
-        connection = self._connection()
-        return connection.patience_s if isinstance(message, SaveTable | LoadTable) else connection.timeout_s
 
     def _rows(self, call: _Call) -> ServedRows:
         rows: ServedRows = self._result(call)
@@ -228,7 +224,7 @@ class TableClient:
         while True:
             connection = self._connection()
             try:
-                return connection.result(call.server, call.future, self._patience_s(call.message))
+                return connection.result(call.server, call.future, connection.patience_s)
             except ServerLostError as error:
                 connection.recover(error)
                 call.future = self._posted(call.server, call.numbers, call.message).future

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +48,8 @@ __all__ = [
     "set_up",
     "tables_of",
 ]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ def set_up(
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
     code = config.compression
     if isinstance(code, Auto):
-        code = measured_code(client.connection, parts[0])
+        code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
+    _warn_if_unused(code, parts)
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
@@ -160,6 +164,18 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
         )
 
 
+def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
+    groups = [group for part in parts for group in part.shard(0)]
+    if code is not None and not any(is_coded(role, dtype) for role, dtype, _ in groups):
+        found = sorted({dtype for role, dtype, _ in groups if role is Role.PARAMETER})
+        log.warning(
+            "compression=%r has no effect: the parameters are in %s, and float32 is compressed. Expected float32, as "
+            "with precision='bf16-mixed'.",
+            code,
+            ", ".join(found),
+        )
+
+
 def _fill(
     client: SessionClient,
     module: Module,
@@ -200,12 +216,21 @@ def fragments_of(
     num_servers: int,
     tables: Collection[str] = (),
 ) -> list[Layout]:
-    """One layout per fragment: parameters are dealt out round-robin; buffers go with the first."""
-    named = list(parameters.items())
-    number = min(number, len(named))
-    return [
-        build_layout(named[k::number], buffers.items() if k == 0 else (), num_servers, tables) for k in range(number)
-    ]
+    """One layout per fragment; buffers go with the first.
+
+    Each parameter, the largest first, goes to the fragment that is the smallest then. Of a table only some rows are
+    exchanged, so it counts as nothing.
+    """
+    number = min(number, len(parameters))
+    sizes = {name: 0 if name in tables else parameter.numel() for name, parameter in parameters.items()}
+    dealt: list[list[str]] = [[] for _ in range(number)]
+    filled = [0] * number
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        least = min(range(number), key=lambda k: (filled[k], len(dealt[k])))
+        dealt[least].append(name)
+        filled[least] += sizes[name]
+    named = [[(name, parameter) for name, parameter in parameters.items() if name in part] for part in map(set, dealt)]
+    return [build_layout(part, buffers.items() if k == 0 else (), num_servers, tables) for k, part in enumerate(named)]
 
 
 def tables_of(module: Module) -> list[str]:

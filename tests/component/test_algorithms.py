@@ -620,6 +620,7 @@ def sgd(**options: Any) -> list[torch.optim.Optimizer]:
         (lambda: DiLoCo(lr=0), r"DiLoCo\(lr\)=0. Expected a number above 0"),
         (lambda: DiLoCo(momentum=math.nan), r"DiLoCo\(momentum\)=nan"),
         (lambda: DelayedNesterov(buffer=2, spread=0.6), r"spread\)=0.6"),
+        (lambda: DelayedNesterov(buffer=2.5), r"buffer\)=2.5. Expected a whole number"),  # type: ignore[arg-type]
         (lambda: Downpour("torch.optim.LBFGS").check(Run(2)), "LBFGS.* does not work element by element"),
         (lambda: Downpour("torch.optim.Muon").check(Run(2)), "Muon.*Expected .* a class .* that works on vectors"),
         (
@@ -644,7 +645,6 @@ def test_misuse_is_refused_by_name(make: Callable[[], Any], words: str) -> None:
         make()
 
 
-@pytest.mark.timeout(240)
 def test_making_an_algorithm_leaves_the_process_able_to_fork_workers() -> None:
     """An optimizer's step asks whether there is CUDA, which spoils later forks."""
     program = (

@@ -13,7 +13,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Training, WorkFeed, run
+from lightning_asgd.worker.synchronizer import Synchronizer, Training, WorkFeed, run
 from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 
@@ -91,3 +91,22 @@ def test_a_worker_that_was_away_gives_up_its_steps_of_all_fragments() -> None:
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(tensor, before[name])
     assert synchronizer.unacknowledged == 0
+
+
+def test_what_servers_kept_of_other_fragments_is_not_restored(caplog: pytest.LogCaptureFixture) -> None:
+    def synchronizer_of(parts: int, module: torch.nn.Module) -> Synchronizer:
+        client = Cluster().client()
+        client.join()
+        config = ExchangeConfig.create(nsync=4, algorithm=StreamingDiLoCo(parts=parts))
+        return set_up(client, Collectives(), module, config)
+
+    two = synchronizer_of(2, torch.nn.Linear(2, 2))
+    state = two.state()
+    two.restore(state)
+    assert not caplog.messages
+    for other in (synchronizer_of(1, torch.nn.Linear(2, 2)), synchronizer_of(2, torch.nn.Linear(2, 3))):
+        other.restore(state)
+    assert [message.startswith("The checkpoint was written with other fragments") for message in caplog.messages] == [
+        True,
+        True,
+    ]

@@ -1197,6 +1197,40 @@ def test_a_refused_update_leaves_nothing_behind(compression: str) -> None:
     assert worker.w.isfinite().all()
 
 
+def trained_with_4_bits(disturb: Callable[[Worker, Cluster], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The change that was made in one step, and the weights after many more; between them something happens."""
+    cluster = Cluster(2)
+    worker = Worker(cluster, 0, [0.0] * 500, nsync=1, scale="sum", compression="4bit")
+    change = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    worker.step(change)
+    run(worker.exchanger.flush())
+    disturb(worker, cluster)
+    for _ in range(40):
+        worker.step(0.0)
+    run(worker.exchanger.flush())
+    return change, worker.w
+
+
+def test_what_a_code_keeps_back_for_a_server_survives_the_refusal_of_another_one() -> None:
+    def be_refused(worker: Worker, cluster: Cluster) -> None:
+        worker.step(torch.tensor([math.nan] + [0.0] * 499))
+        run(worker.exchanger.advance())
+        assert worker.refused == 1
+
+    change, weights = trained_with_4_bits(be_refused)
+    assert torch.allclose(weights[250:], change[250:], atol=0.02)
+
+
+def test_what_a_code_keeps_back_survives_that_a_worker_was_away() -> None:
+    def be_away(worker: Worker, cluster: Cluster) -> None:
+        session = cluster.services[0].session
+        assert session is not None
+        session.members.suspected[0] = "it sent no heartbeat"
+
+    change, weights = trained_with_4_bits(be_away)
+    assert torch.allclose(weights, change, atol=0.02)
+
+
 def test_a_look_at_the_weights_does_not_disturb_what_both_ends_know() -> None:
     worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, scale="sum", compression="int8")
     total = torch.zeros(500)

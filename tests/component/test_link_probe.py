@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd.algorithms import StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import Exchange, InitShard, LinkProbe, LinkProbed, nbytes
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.transports.shared_memory import host_identity
-from lightning_asgd.worker import link_probe
+from lightning_asgd.worker import link_probe, worker_setup
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.link_probe import measured_code
 from lightning_asgd.worker.session_client import SessionClient
@@ -136,6 +137,25 @@ def test_the_slowest_of_two_other_machines_decides(caplog: pytest.LogCaptureFixt
     measured_code(client.connection, layout(4))
     assert cables.probed[0] == cables.probed[3] == 0
     assert float(caplog.messages[-1].partition("carries ")[2].split()[0]) == pytest.approx(4.0, rel=0.2)
+
+
+def test_the_largest_fragment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(worker_setup, "measured_code", lambda _, layout: measured.append(layout.nbytes))
+    cluster, _, client = joined(None)
+    module = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 30), torch.nn.Linear(30, 40, bias=False))
+    config = ExchangeConfig.create(nsync=8, algorithm=StreamingDiLoCo(parts=3), compression="auto")
+    set_up(client, Collectives(), module, config).close()
+    cluster.close()
+    assert measured == [4 * 30 * 40]
+
+
+def test_a_code_that_finds_nothing_to_compress_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    cluster, _, client = joined(None)
+    module = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    set_up(client, Collectives(), module, ExchangeConfig.create(nsync=1, compression="int8")).close()
+    cluster.close()
+    assert "has no effect: the parameters are in bfloat16, and float32 is compressed." in caplog.text
 
 
 @pytest.mark.parametrize("speed", [None, 4e6])

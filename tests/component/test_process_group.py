@@ -163,7 +163,7 @@ def test_what_cannot_be_served_raises_at_once_and_by_name(call: str, where: str)
         begun = time.monotonic()
         with pytest.raises(CollectiveUnavailableError, match=rf"torch.distributed.{call} was called") as error:
             CALLS[call](group)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5
         return str(error.value)
 
     def run(collectives: Collectives, rank: int) -> Any:

@@ -191,6 +191,22 @@ def test_a_copy_is_restored(tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_copy_that_was_not_finished_is_not_taken_for_a_table(tmp_path: Path) -> None:
+    store = RowStore(spec(tmp_path / "t"), 0, 1)
+    store.push(torch.tensor([4]), torch.ones(1, WIDTH), 1.0, 1, 1)
+    store.close()
+    for name in ("rows-0-of-1.table", "rows-0-of-1.clients"):
+        whole = (tmp_path / "t" / name).read_bytes()
+        (tmp_path / "t" / name).write_bytes(whole[:-10])
+        with pytest.raises(ConfigurationError, match=rf"{name} has {len(whole) - 10} bytes. Expected {len(whole)}"):
+            RowStore(spec(tmp_path / "t"), 0, 1)
+        (tmp_path / "t" / name).unlink()
+        with pytest.raises(ConfigurationError, match=f"{name} is missing. A copy was not finished"):
+            RowStore(spec(tmp_path / "t"), 0, 1)
+        (tmp_path / "t" / name).write_bytes(whole)
+    RowStore(spec(tmp_path / "t"), 0, 1).close()
+
+
 # ---------------------------------------------------------------------- the cache
 
 
@@ -478,8 +494,16 @@ def test_gradients_are_pushed_as_those_of_parameters_are_used(tmp_path: Path) ->
     backward(4)
     clients.discard()
     optimizer.step()
+    for _ in range(20):
+        backward(0)
+        assert len(module.table._gradients) < 8
+    module.table.lr = torch.tensor(0.5)
+    optimizer.step()
     with torch.no_grad():
-        assert module.table(torch.arange(5))[:, 0].tolist() == [0, 0, 1, 3, 0]
+        assert module.table(torch.arange(5))[:, 0].tolist() == [10, 0, 1, 3, 0]
+    module.table.lr = -1
+    with pytest.raises(ConfigurationError, match=r"lr of the served table in .*=-1"):
+        optimizer.step()
     clients.close()
     assert "zero_grad" not in vars(optimizer)
     with pytest.raises(ConfigurationError, match="outside of a fit"):

@@ -103,7 +103,6 @@ def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", [name for name in ISLANDS if ISLANDS[name] == "equal"])
 def test_an_island_ends_with_the_bits_of_ddp(name: str, battery: Battery, tmp_path: Path) -> None:
     pairs = {strategy: battery.pair(PACKAGES[0], strategy) for strategy in (DDP, ISLAND)}

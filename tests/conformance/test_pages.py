@@ -34,13 +34,11 @@ class Page:
 
 
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page != NOTEBOOK], ids=pages.name_of)
-@pytest.mark.timeout(120)
 def test_the_code_of_a_page_runs(pair: Pair, page: Path, tmp_path: Path) -> None:
     for outcome in pair.run(Page(page), tmp_path, 90):
         assert not outcome.error, f"{outcome.error}\n{outcome.trace}"
 
 
-@pytest.mark.timeout(120)
 def test_the_code_of_the_notebook_runs(tmp_path: Path) -> None:
     """In a process that no other test has used: where an optimizer has taken a step Lightning refuses to fork."""
     code = f"import pathlib; from tests.helpers.pages import run; run(pathlib.Path({str(NOTEBOOK)!r}))"

@@ -50,7 +50,7 @@ def test_every_batch_once_per_epoch_and_more_for_the_faster_worker(
     tmp_path: Path, mode: str, options: dict[str, Any]
 ) -> None:
     run = trainer(tmp_path, strategy(), max_epochs=2, val_check_interval=0.5)
-    run.fit(Watching2(tmp_path, slow_s=0.1), CombinedLoader(parts(**options), mode), loader(16))
+    run.fit(Watching2(tmp_path, slow_s=0.3), CombinedLoader(parts(**options), mode), loader(16))
     seen = Seen(tmp_path)
     for epoch in (0, 1):
         found = seen.of_epoch(epoch)

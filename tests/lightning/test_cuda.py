@@ -127,7 +127,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("accelerator", "cases"),
     [pytest.param("cpu", ["16-mixed, skipped"], marks=pytest.mark.slow), pytest.param("cuda", list(CASES), marks=CUDA)],
@@ -155,7 +154,6 @@ def train_downpour(folder: Path, accelerator: str, optimizer: str) -> None:
     torch.save({"before": before, "loss": float(module.cpu().loss(data))}, folder / "downpour.pt")
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("accelerator", ["cpu", ON_CUDA])
 @pytest.mark.parametrize("optimizer", ["", "fused"])
 def test_a_step_that_is_skipped_pushes_no_gradient(
@@ -402,7 +400,6 @@ def loop(folder: Path, accelerator: str, fused: bool) -> None:
     torch.save(found, folder / "loop.pt")
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("accelerator", [pytest.param("cpu", marks=pytest.mark.slow), ON_CUDA])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_plain_loop_with_a_grad_scaler(tmp_path: Path, start: Any, accelerator: str, fused: bool) -> None:

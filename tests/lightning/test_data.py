@@ -97,7 +97,7 @@ ONCE = Counter(range(SAMPLES))
 
 @pytest.mark.parametrize("processes", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, processes: dict[str, Any]) -> None:
-    module = Watching(tmp_path, slow_s=0.1)
+    module = Watching(tmp_path, slow_s=0.3)
     run = trainer(tmp_path, strategy(), val_check_interval=0.5, max_epochs=2)
     run.fit(module, numbered(**processes), loader(16))
     seen = Seen(tmp_path)

@@ -65,7 +65,6 @@ with open(f"{{sys.argv[1]}}/{{rank}}.json", "w") as file:
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("package", [FABRICS[0], pytest.param(FABRICS[1], marks=pytest.mark.slow)])
 def test_two_processes_share_an_epoch_and_leave_nothing_behind(package: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TWO.format(package=package, samples=SAMPLES))

@@ -131,7 +131,6 @@ def check(found: list[dict[str, Any]], epochs: int) -> None:
     assert Path(found[0]["best"]).exists()
 
 
-@pytest.mark.timeout(240)
 def test_two_islands_share_an_epoch_and_a_script_fits_twice(job: Any) -> None:
     started = job(2, "DDP", "FSDP2")
     for kind in ("DDP", "FSDP2"):
@@ -145,7 +144,6 @@ def test_two_islands_share_an_epoch_and_a_script_fits_twice(job: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_torchrun_starts_the_processes(job: Any) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
     started = job(2, "DDP", "again", launcher=launcher)
@@ -155,7 +153,6 @@ def test_torchrun_starts_the_processes(job: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", [2, 3])
 def test_the_other_island_continues_when_a_process_is_killed(job: Any, victim: int) -> None:
     started = job(6, "DDP")
@@ -168,7 +165,6 @@ def test_the_other_island_continues_when_a_process_is_killed(job: Any, victim: i
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_islands_restore_the_server_that_is_lost(job: Any) -> None:
     started = job(6, "DDP")
     marks = [started.folder / f"{rank}.mark" for rank in range(DEVICES)]
@@ -182,7 +178,6 @@ def test_the_islands_restore_the_server_that_is_lost(job: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_job_ends_when_a_process_of_the_main_process_s_island_is_killed(job: Any) -> None:
     started = job(50, "DDP")
     mark = started.folder / "1.mark"

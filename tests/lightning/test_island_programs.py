@@ -224,13 +224,12 @@ def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(sta
 
 
 def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -> None:  # noqa: F811
-    address, started = run
-    for name in "ab":
-        started.start(name, "DDP", address, epochs=EPOCHS, counts=True)
+    _, started = run
+    started.start_counting({"a": "DDP", "b": "DDP"})
     started.await_epoch("a", 1)
     os.kill(started.processes["a"][1].pid, signal.SIGTERM)
     for process in started.processes["a"]:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
     for each in started.results("b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES

@@ -24,6 +24,7 @@ from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.holding import Gate, hold, release
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
@@ -84,11 +85,12 @@ class Poisoned(Net):
 
 
 class Counting(Net):
-    """Learns how often each sample was trained. Waits in a step while the test holds its island."""
+    """Learns how often each sample was trained."""
 
     def __init__(self, mark: Path, *, sharded: bool) -> None:
         super().__init__(sharded=sharded)
         self.mark = mark
+        self.gate = Gate(mark.parent, mark.stem[:-1])
 
     def layers(self) -> nn.Sequential:
         counts = nn.Embedding(SAMPLES, 1)
@@ -98,8 +100,7 @@ class Counting(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark.write_text(str(self.current_epoch))
         time.sleep(0.04)
-        while self.mark.with_name(f"{self.mark.stem[:-1]}.held").exists():
-            time.sleep(0.01)
+        self.gate.step(self.current_epoch)
         return -self.net(batch[2]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -163,22 +164,14 @@ class Started:
         for process in self.processes[name]:
             process.start()
 
-    def hold(self, name: str) -> None:
-        """Keep an island in its next step: otherwise it may end the run alone while another one starts slowly."""
-        (self.folder / f"{name}.held").touch()
-
-    def release(self, name: str) -> None:
-        (self.folder / f"{name}.held").unlink()
-
     def start_counting(self, insides: dict[str, str]) -> None:
         """Start islands that count, and let them train when each has begun."""
+        hold(self.folder, *insides)
         for name, inside in insides.items():
-            self.hold(name)
             self.start(name, inside, self.address, epochs=EPOCHS, counts=True)
         for name in insides:
             self.await_epoch(name, 0)
-        for name in insides:
-            self.release(name)
+        release(self.folder, *insides)
 
     def await_epoch(self, name: str, epoch: int) -> None:
         """Wait until an island that was just started trains an epoch, or a later one."""
@@ -265,15 +258,15 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
     insides = {"a": "DDP", "b": "FSDP2"}
     (other,) = set(insides) - {killed}
     started.start_counting(insides)
+    hold(started.folder, other, epoch=2)
     started.await_epoch(killed, 1)
-    started.hold(other)
     partner, victim = started.processes[killed]
     os.kill(victim.pid, signal.SIGKILL)
     partner.join(30)
     assert partner.exitcode not in (None, 0)
     started.start(killed, insides[killed], started.address, epochs=EPOCHS, counts=True)
     started.await_epoch(killed, 0)
-    started.release(other)
+    release(started.folder, other)
     started.await_epoch(killed, 2)
     for each in started.results("a", "b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES

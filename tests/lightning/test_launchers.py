@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter import launchers
+from lightning_asgd.errors import ConfigurationError
 from tests.helpers.programs import environment
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 from tests.lightning.test_processes import check_finished, start
@@ -47,7 +51,6 @@ assert next(module for module in modules if not module.startswith("lightning_asg
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("pl", "other", "orders"),
     [
@@ -123,7 +126,6 @@ def test_a_users_subclass(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # every process imports everything anew
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 def test_spawned_workers(tmp_path: Path, start_method: str) -> None:
     module = Regression()
@@ -171,7 +173,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(120)
 def test_the_command_line_of_lightning(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(CLI)
     (tmp_path / "config.yaml").write_text(CONFIG)
@@ -228,7 +229,6 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
     job = {
         "SLURM_JOB_ID": "4711",
@@ -242,3 +242,38 @@ def test_the_variables_of_slurm(tmp_path: Path) -> None:
     }
     ranks = [start(tmp_path, **job, SLURM_PROCID=str(r), SLURM_LOCALID=str(r), NODE_RANK=str(r)) for r in range(2)]
     check_finished(tmp_path, ranks)
+
+
+@pytest.mark.parametrize(
+    ("argument", "spec", "found"),
+    [("train.py", None, True), ("gone.py", None, False), ("-c", None, False), ("train.py", "__main__", False)],
+)
+def test_a_script_that_cannot_be_run_again_is_refused(
+    argument: str, spec: str | None, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [argument])
+    main: Any = ModuleType("__main__")
+    main.__spec__ = spec and SimpleNamespace(name=spec)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with (
+        contextlib.nullcontext()
+        if found
+        else pytest.raises(ConfigurationError, match=f"none at '{tmp_path}/{argument}'")
+    ):
+        launchers._check_script()
+
+
+def test_a_job_whose_script_is_not_found_does_not_train_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nfrom lightning_asgd import ASGDStrategy\nfrom tests.lightning.models import *\n"
+        "os.chdir('elsewhere')\n"
+        "trainer('.', ASGDStrategy(nsync=5), devices=2).fit(Regression(), loader())\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    said = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert said.returncode == 1
+    assert "ConfigurationError: The Trainer runs the script again for each further worker" in said.stderr

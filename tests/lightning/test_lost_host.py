@@ -90,7 +90,6 @@ def work(folder: Path, rank: int, port: int, transport: str) -> None:
     sys.stdout.flush()
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
 def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains: Any, transport: str) -> None:
     with socket.socket() as free:

@@ -91,7 +91,6 @@ def check(folder: Path, *names: str) -> None:
         assert zero[3] == one[3], name
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("pl", "order"),
     [
@@ -108,7 +107,6 @@ for number, strategy in enumerate({order}):
     check(tmp_path, *map(str, range(len(order))))
 
 
-@pytest.mark.timeout(120)
 def test_ddp_and_asgd_follow_each_other_with_forked_workers(tmp_path: Path) -> None:
     script = """
 fit("0", "ddp_fork")
@@ -131,7 +129,6 @@ assert trainer.world_size == devices
 
 
 @pytest.mark.slow  # nine scripts, which import everything; tests/unit/test_rank_variables.py has the rules
-@pytest.mark.timeout(180)
 def test_programs_that_a_worker_starts_train_on_their_own(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     script = """
@@ -184,7 +181,6 @@ if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_path: Path, when: str) -> None:
     (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + ENDS)
@@ -215,7 +211,6 @@ except Exception as error:
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_fails_where_all_meet_saves_without_the_others(tmp_path: Path, rank: int) -> None:
     """With its own error: the others would wait elsewhere for it, or for something else."""
@@ -275,7 +270,6 @@ assert predicted == [[0, 2, 4], [1, 3, 5]][trainer.global_rank], predicted
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("pl", "fabric"),
     [

@@ -69,7 +69,6 @@ def work(folder: Path, node: int, port: int, transport: str) -> None:
     sys.stdout.flush()
 
 
-@pytest.mark.timeout(200)  # three processes that import torch, and leases of ten seconds
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lost", [(1,), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ((0,), (1, 0)))])
 def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: str, lost: tuple[int, ...]) -> None:

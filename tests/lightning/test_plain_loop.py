@@ -22,6 +22,7 @@ import torch
 from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.holding import Gate, hold, release
 from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
@@ -50,11 +51,13 @@ def train(
     data: Any = Shards((50, 0, 70, 80), known=False) if shards else numbered(SAMPLES)
     loaded = {"num_workers": 2, "multiprocessing_context": "fork"}  # whose processes end with this one
     how: dict[str, Any] = loaded if shards else {"shuffle": True}
-    epochs = 4 if shards else EPOCHS
+    epochs, gate = 4 if shards else EPOCHS, Gate(file.parent, file.name)
     with asgd:
         for _ in asgd.epochs(epochs):
             for (numbers,) in asgd.batches(data, batch_size=2, **how):
                 time.sleep(step_s)
+                file.with_suffix(".begun").touch()
+                gate.step(asgd.epoch)
                 optimizer.zero_grad()
                 model(numbers).backward()
                 optimizer.step()
@@ -67,13 +70,13 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     torch.set_num_threads(1)
     model = Counts(SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    silent = Timeouts(silence_s=1.0)
+    silent = Timeouts(silence_s=3.0)
     run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run)
     train(asgd, model, optimizer, folder / name, step_s, shards=shards)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     tmp_path: Path, mains: Any, transport: str
@@ -91,18 +94,24 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     served.start()
     try:
         address = address_of_run(tmp_path)
+        hold(tmp_path, "a", epoch=1)
         start("a")
-        wait_until(lambda: epoch("a") >= 1, 30, "training")
+        wait_until(lambda: epoch("a") >= 1, 40, "training")
         start("b")
+        wait_until((tmp_path / "b.begun").exists, 40, "a second worker's start")
+        release(tmp_path, "a")
         wait_until(lambda: epoch("b") >= 2, 30, "training with a second worker")
         servers_of(served.pid)[0].kill()
         before = epoch("b")
         wait_until(lambda: epoch("b") > before, 30, "training with another server")
+        hold(tmp_path, "b")
         started["a"].kill()
         start("c", 0.05)
+        wait_until((tmp_path / "c.begun").exists, 40, "a third worker's start")
+        release(tmp_path, "b")
         wait_until(lambda: epoch("c") > 0, 30, "training with a third worker")
         os.kill(started["c"].pid, signal.SIGTERM)
-        started["c"].join(10)
+        started["c"].join(40)
         assert started["c"].exitcode == 128 + signal.SIGTERM, (tmp_path / "c.log").read_text()
         started["b"].join(40)
         assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
@@ -123,7 +132,6 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(90)
 def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mains: Any) -> None:
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
@@ -137,8 +145,12 @@ def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mai
         return begun >= 2
 
     try:
+        hold(tmp_path, *workers)
         for worker in workers.values():
             worker.start()
+        wait_until(lambda: all((tmp_path / f"{name}.begun").exists() for name in workers), 40, "the start of both")
+        hold(tmp_path, "a", epoch=2)
+        release(tmp_path, "b")
         wait_until(lambda: min(noted(tmp_path / name).get("epoch", 0) for name in "ab") >= 1, 40, "training of both")
         wait_until(loads, 20, "its loader processes")  # it has none between two passes
         workers["a"].kill()
@@ -168,7 +180,6 @@ def agent(folder: Path, address: str) -> None:
     worker.join()
 
 
-@pytest.mark.timeout(60)
 def test_a_worker_leaves_the_run_when_its_agent_is_killed(tmp_path: Path, mains: Any) -> None:
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
@@ -254,6 +265,7 @@ def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> No
 ALONE = """
 import sys, torch
 from lightning_asgd import AsyncSGD
+from tests.helpers.holding import Gate, hold, release
 from tests.helpers.plain import Counts, numbered
 model = Counts(20)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -269,7 +269,6 @@ def killed(folder: Path, rank: int, port: int) -> None:
         assert asgd.stats.steps == STEPS
 
 
-@pytest.mark.timeout(60)
 def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
     """No process has started the workers that would report it, and none sends heartbeats."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -287,7 +286,6 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
             worker.join()
 
 
-@pytest.mark.timeout(120)
 def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, mains: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -99,9 +99,9 @@ def test_no_process_is_left_when_a_signal_ends_the_main_process(
         family = psutil.Process(main.pid).children(recursive=True)
         assert len(family) >= 5  # two servers, two workers, the reaper
         os.kill(main.pid, signum)
-        main.join(10)
+        main.join(40)
         assert main.exitcode is not None, f"the main process outlived {signum.name}"
-        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+        wait_until(lambda: not alive(family), 40, f"the end of {alive(family)}")
         assert [*tmp_path.glob("lightning_asgd*")] == []
     finally:
         main.kill()
@@ -121,7 +121,7 @@ def test_an_exception_in_one_worker_is_reported_and_leaves_no_process(tmp_path: 
     try:
         wait_until(ended, 40, "the end of the main process")
         assert family
-        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+        wait_until(lambda: not alive(family), 40, f"the end of {alive(family)}")
     finally:
         main.kill()
         main.join()
@@ -153,7 +153,7 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the lost worker")
         (tmp_path / "stop").touch()
-        main.join(20)
+        main.join(40)
     finally:
         main.kill()
         main.join()
@@ -181,7 +181,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
-        main.join(20)
+        main.join(40)
     finally:
         main.kill()
         main.join()
@@ -214,7 +214,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
         news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
-        main.join(20)
+        main.join(40)
     finally:
         main.kill()
         main.join()
@@ -230,22 +230,22 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
 
 
 def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, mains: Any) -> None:
-    settings = {"timeouts": Timeouts(silence_s=1.0)}
+    settings = {"timeouts": Timeouts(silence_s=3.0)}
     main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
-        wait_until(lambda: epochs(tmp_path) > 1, 20, "an epoch")
+        wait_until(lambda: epochs(tmp_path) > 1, 40, "an epoch")
         worker = worker_of(main, tmp_path, 1)
         worker.suspend()
         before = epochs(tmp_path)
-        wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the worker that hangs")
+        wait_until(lambda: epochs(tmp_path) > before + 3, 40, "training without the worker that hangs")
         worker.resume()
-        wait_until(lambda: "Worker 1 has rejoined." in (tmp_path / "output").read_text(), 20, "its coming back")
+        wait_until(lambda: "Worker 1 has rejoined." in (tmp_path / "output").read_text(), 40, "its coming back")
         before = epochs(tmp_path)
-        wait_until(lambda: epochs(tmp_path, 1) > before, 20, "training with it")
+        wait_until(lambda: epochs(tmp_path, 1) > before, 40, "training with it")
         (tmp_path / "stop").touch()
-        main.join(20)
+        main.join(40)
     finally:
         main.kill()
         main.join()
@@ -262,7 +262,7 @@ def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, main
 
 @pytest.mark.parametrize("fate", [pytest.param("killed", marks=pytest.mark.slow), "hangs"])
 def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> None:
-    settings = {"on_worker_failure": "abort", "timeouts": Timeouts(silence_s=1.0)}
+    settings = {"on_worker_failure": "abort", "timeouts": Timeouts(silence_s=3.0)}
     main = mains(target=main_process, args=(tmp_path, Regression()), kwargs=settings)
     main.start()
     try:
@@ -270,8 +270,8 @@ def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> Non
         family = psutil.Process(main.pid).children(recursive=True)
         worker = worker_of(main, tmp_path, 1)
         worker.kill() if fate == "killed" else worker.suspend()
-        main.join(20)
-        wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
+        main.join(60)
+        wait_until(lambda: not alive(family), 40, f"the end of {alive(family)}")
     finally:
         main.kill()
         main.join()
@@ -328,7 +328,6 @@ def check_finished(folder: Path, processes: list[Any], seconds: float = 90) -> N
 
 
 @pytest.mark.slow  # four scripts at once, each of which imports everything
-@pytest.mark.timeout(120)
 def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     jobs = [start(folder) for folder in folders]
@@ -337,7 +336,6 @@ def test_two_jobs_started_as_scripts_at_the_same_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the same with forked workers is among the usual tests
-@pytest.mark.timeout(240)
 def test_a_script_killed_outright_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 1_000_000, 'devices': 3}")
     try:
@@ -361,7 +359,6 @@ def test_a_script_killed_outright_leaves_a_checkpoint_and_no_process(tmp_path: P
 
 
 @pytest.mark.slow  # the same with forked workers is among the usual tests
-@pytest.mark.timeout(240)
 def test_a_killed_worker_of_a_script_does_not_stop_the_others(tmp_path: Path) -> None:
     job = start(tmp_path, "{'max_epochs': 40}")
     try:
@@ -382,7 +379,6 @@ def test_a_killed_worker_of_a_script_does_not_stop_the_others(tmp_path: Path) ->
 
 
 @pytest.mark.slow  # torchrun on two nodes is among the usual tests
-@pytest.mark.timeout(120)
 def test_torchrun_starts_the_workers_of_one_node(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     check_finished(tmp_path, [start(tmp_path, command=torchrun)])

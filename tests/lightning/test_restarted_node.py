@@ -63,7 +63,6 @@ def node(folder: Path, rank: int, port: int, name: str) -> Any:
 
 
 @pytest.mark.slow  # `make strangers` does so ten times, on two machines too
-@pytest.mark.timeout(150)
 def test_a_restarted_node_trains_with_the_others_again(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,7 +104,6 @@ def servers(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("secret", [None, "of this job"], ids=["rpc", "zmq"])
 def test_the_first_node_may_be_started_again_while_another_hosts_the_servers(
     tmp_path: Path, secret: str | None, monkeypatch: pytest.MonkeyPatch

@@ -11,13 +11,14 @@ import pytest
 
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
+from tests.helpers.holding import hold, release
 from tests.lightning.test_processes import wait_until
 from tests.lightning.test_runs import EPOCHS, SAMPLES, SECRET, Diary, address_of_run, attach, epochs_of, serve
 
 TAKES_OVER = "This host takes over"
 
 
-@pytest.mark.timeout(150)  # eight processes that import torch, most of them one after the other
+@pytest.mark.timeout(300)  # eight processes that import torch, most of them one after the other
 @pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.slow), "zmq"])
 def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path, mains: Any, transport: str) -> None:
     started: list[Any] = []
@@ -49,11 +50,13 @@ def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Pat
         first.kill()
         goes_on("a")
         assert TAKES_OVER in said("second")
+        hold(tmp_path, "a", "b")
         workers.append(start(attach, tmp_path, "c", f"{one},{two}", transport, 0.03))
         host("again", f"--join={two}", port=one.rpartition(":")[2])
         wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training of a worker that has joined meanwhile")
+        release(tmp_path, "a", "b")
         os.kill(second.pid, signal.SIGTERM)
-        second.join(10)
+        second.join(40)
         assert second.exitcode == 0, said("second")
         assert f"Host {one} can take over: the servers of this one are killed." in said("second")
         for worker, name in zip(workers, "abc", strict=True):

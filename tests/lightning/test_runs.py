@@ -23,6 +23,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from tests.helpers.holding import Gate, hold, release
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_processes import wait_until
@@ -37,14 +38,17 @@ SECRET = "correct horse battery staple"
 class Counts(pl.LightningModule):
     """Learns how often each sample was trained. Its other parameter's learning rate falls with the epochs."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, gate: Gate | None = None) -> None:
         super().__init__()
+        self.gate = gate
         self.seen = torch.nn.Parameter(torch.zeros(SAMPLES))
         self.fixed = torch.nn.Parameter(torch.rand(3), requires_grad=False)
         self.step_s = step_s
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         time.sleep(self.step_s)
+        if self.gate:
+            self.gate.step(self.current_epoch)
         self.log("age", float(self.current_epoch), on_step=False, on_epoch=True)
         return -self.seen[batch[0]].sum()
 
@@ -119,7 +123,7 @@ def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
 
 
 def attach(
-    folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2, silence_s: float = 1.0
+    folder: Path, name: str, address: str, transport: str, step_s: float, batch_size: int = 2, silence_s: float = 3.0
 ) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
@@ -144,7 +148,7 @@ def attach(
         callbacks=[Diary(folder / f"{name}.json"), checkpoint, youngest],
         enable_checkpointing=True,
     )
-    made.fit(Counts(step_s), data)
+    made.fit(Counts(step_s, Gate(folder, name)), data)
     (folder / f"{name}.best").write_text(youngest.best_model_path)
 
 
@@ -169,7 +173,7 @@ def address_of_run(folder: Path) -> str:
     return log.read_text().partition('server="')[2].partition('"')[0]
 
 
-@pytest.mark.timeout(120)  # half a minute of training, and six processes that import torch one after the other
+@pytest.mark.timeout(300)  # half a minute of training, and six processes that import torch one after the other
 @pytest.mark.parametrize("transport", ["rpc", "zmq"])
 def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     tmp_path: Path, mains: Any, transport: str
@@ -187,21 +191,26 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     served.start()
     try:
         address = address_of_run(tmp_path)
+        hold(tmp_path, "a", epoch=2)
         start("a")
-        wait_until(lambda: epochs("a") >= 1, 30, "training")
+        wait_until(lambda: epochs("a") >= 1, 40, "training")
         start("b")
+        wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "a second worker's start")
+        release(tmp_path, "a")
         wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
         servers_of(served.pid)[0].kill()
         wait_until(
-            lambda: "A replacement is being started." in (tmp_path / "serve.log").read_text(), 10, "another server"
+            lambda: "A replacement is being started." in (tmp_path / "serve.log").read_text(), 40, "another server"
         )
         before = epochs("b")
         wait_until(lambda: epochs("b") > before + 1, 30, "training with another server")
+        hold(tmp_path, "b")
         started["a"].kill()
         start("c", 0.05)  # a slow one
-        wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 30, "training with a third worker")
+        wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training with a third worker")
         os.kill(started["c"].pid, signal.SIGTERM)
-        started["c"].join(10)
+        release(tmp_path, "b")
+        started["c"].join(40)
         assert started["c"].exitcode == 0, (tmp_path / "c.log").read_text()
         assert epochs("c") < EPOCHS
         started["b"].join(40)
@@ -255,7 +264,12 @@ def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp
         assert restored() == 1
         servers_of(served.pid)[0].kill()
         start("b")
-        wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 30, "training with a second worker")
+        wait_until(lambda: restored() == 2, 40, "another server")
+        before = epochs_of(tmp_path, "a")
+        wait_until(lambda: epochs_of(tmp_path, "a") > before, 40, "training with another server")
+        hold(tmp_path, "a")
+        wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "training with a second worker")
+        release(tmp_path, "a")
         for worker in workers:
             worker.join(40)
             assert worker.exitcode == 0, "".join(log.read_text() for log in tmp_path.glob("*.log"))
@@ -280,9 +294,12 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
     served.start()
     try:
         address = address_of_run(tmp_path)
+        hold(tmp_path, "a")
         start("a", 0.05, 16)
-        wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 30, "training")
-        start("b", 0.04, 40)
+        wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 40, "training")
+        start("b", 0.08, 40)
+        wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "training with a second worker")
+        release(tmp_path, "a")
         for name, process in started.items():
             process.join(60)
             assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
@@ -329,7 +346,6 @@ def test_who_comes_within_an_epoch_counts_the_steps_that_were_made_of_it(tmp_pat
     assert steps == sorted(steps)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers(
     tmp_path: Path, mains: Any, transport: str
@@ -524,8 +540,11 @@ def test_the_environment_names_a_run_for_a_strategy_without_one(monkeypatch: pyt
         ASGDStrategy(2)
     monkeypatch.setenv("LIGHTNING_ASGD_RUN_ID", "theirs")
     assert (ASGDStrategy(2).options.addresses, ASGDStrategy(2).options.run_id) == ((("host", 1),), "theirs")
+    monkeypatch.setenv("LIGHTNING_ASGD_TRANSPORT", "rpc")
+    transports = [ASGDStrategy(2, **about).options.transport for about in ({}, {"transport": "zmq"})]
+    assert transports == ["rpc", "zmq"]
     given = ASGDStrategy(2, server="other:2", run_id="mine").options
-    assert (given.addresses, given.run_id) == ((("other", 2),), "mine")
+    assert (given.addresses, given.run_id, given.transport) == ((("other", 2),), "mine", "auto")
 
 
 def test_where_nobody_serves_the_error_says_what_to_start(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ def counts(module: Counter) -> list[float]:
     return values[:, 0].tolist()
 
 
-@pytest.mark.timeout(120)
 def test_killed_servers_lose_no_gradient_and_take_none_twice(tmp_path: Path) -> None:
     module, strategy = Counter(tmp_path / "table"), ASGDStrategy(nsync=4, num_servers=2, start_method="fork")
     fit = trainer(tmp_path, strategy, max_epochs=1, callbacks=[KillServers()])
@@ -81,7 +80,6 @@ def test_killed_servers_lose_no_gradient_and_take_none_twice(tmp_path: Path) -> 
     assert not [each for each in psutil.Process().open_files() if str(tmp_path / "table") in each.path]
 
 
-@pytest.mark.timeout(120)
 def test_checkpoints_have_the_table_beside_them(tmp_path: Path) -> None:
     def run(folder: str, epochs: int, **options: Any) -> tuple[pl.Trainer, Counter]:
         strategy = ASGDStrategy(nsync=4, start_method="fork")
@@ -120,6 +118,9 @@ def test_a_second_fit_continues_with_the_table_and_not_with_the_checkpoint(tmp_p
     assert len(os.listdir(tmp_path / "one.ckpt.tables")) == 1
     fit.fit_loop.max_epochs = 2
     fit.fit(module, loader(), ckpt_path=tmp_path / "one.ckpt")
+    (tested,) = fit.test(module, DataLoader(TensorDataset(torch.zeros(2))), ckpt_path=tmp_path / "one.ckpt")
+    fit.save_checkpoint(tmp_path / "one.ckpt")  # of the table that the test has read
+    assert tested["total"] == sum(counts(module)) == SAMPLES
     fit.fit_loop.max_epochs = 3
     fit.fit(module, loader())
     assert counts(module) == [3 * count for count in indices().bincount(minlength=ROWS).tolist()]

@@ -117,7 +117,6 @@ def test_the_strategy_of_a_trainer_that_runs_is_not_taken(tmp_path: Path, tree: 
     assert fit.strategy is strategy
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_a_forked_process_trains_by_itself(tmp_path: Path, transport: str) -> None:
     script = f"""
@@ -140,7 +139,6 @@ fit("2", ASGDStrategy(nsync=2, transport={transport!r}), devices=1)
     assert {path.name for path in tmp_path.glob("*.json")} == {"0-0.json", "1-0.json", "2-0.json"}
 
 
-@pytest.mark.timeout(120)
 def test_with_workers_that_run_the_script(tmp_path: Path) -> None:
     script = """
 strategy = ASGDStrategy(nsync=2)

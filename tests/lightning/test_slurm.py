@@ -22,7 +22,7 @@ MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: slurmctld slurmd munge)"),
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons need root"),
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(300),
     pytest.mark.slow,  # torchrun on two nodes, which starts the workers too, is among the usual tests
 ]
 CONFIGURATION = """

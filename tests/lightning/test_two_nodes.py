@@ -23,7 +23,7 @@ from tests.lightning.test_processes import check_finished, start, training, wait
 PORTS = ("29555", "29559", "29557", "29558", "29556")  # in a namespace of its own every port is free
 
 REASON = network.available()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

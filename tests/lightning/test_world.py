@@ -31,7 +31,7 @@ class Slow(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 1:
-            time.sleep(0.03)
+            time.sleep(0.1)
         return super().training_step(batch, batch_idx)
 
 

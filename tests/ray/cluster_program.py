@@ -88,6 +88,7 @@ def fail() -> None:
 @ray.remote(num_cpus=0)
 def train_in_a_task(folder: str) -> dict[str, Any]:
     """A Trainer with two workers, of classes that only this function knows."""
+    import numpy
     import pytorch_lightning as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -106,14 +107,22 @@ def train_in_a_task(folder: str) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Notes(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            drawn = numpy.random.random(), torch.are_deterministic_algorithms_enabled()
+            Path(folder, f"drawn-{trainer.global_rank}").write_text(str(drawn))
+
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             Path(folder, f"rank-{trainer.global_rank}").write_text(str(os.getpid()))
 
-    trainer = pl.Trainer(strategy=ASGDStrategy(), devices=2, max_epochs=1, callbacks=[Notes()], **QUIET)
+    numpy.random.seed(7)
+    about: Any = {"devices": 2, "max_epochs": 1, "callbacks": [Notes()], "deterministic": True, **QUIET}
+    trainer = pl.Trainer(strategy=ASGDStrategy(), **about)
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4))
     left = [str(path) for path in Path(tempfile.gettempdir()).glob("lightning_asgd-*/program")]
     ranks = {path.name: int(path.read_text()) for path in Path(folder).glob("rank-*")}
-    return {"ranks": sorted(ranks), "first_is_mine": ranks.get("rank-0") == os.getpid(), "left": left}
+    drawn = sorted({path.read_text() for path in Path(folder).glob("drawn-*")})
+    mine = {"first_is_mine": ranks.get("rank-0") == os.getpid(), "drawn": drawn}
+    return {"ranks": sorted(ranks), **mine, "left": left}
 
 
 def main(folder: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ REASON = network.available()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.skipif(not tensorpipe.is_available(), reason="this torch has no RPC"),
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
 ]
 
 OUT_S = 1.5

@@ -116,7 +116,7 @@ def test_nobody_at_the_address_is_an_error_in_time() -> None:
         begun = time.monotonic()
         with pytest.raises(LaunchError) as caught:
             Rendezvous.connect(LOOPBACK, port, timeout_s=1.0)
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - begun < 15.0
     text = str(caught.value)
     assert f"Found no job at 127.0.0.1:{port} within 1 s" in text
     assert "Expected the main process to host it" in text
@@ -201,7 +201,7 @@ def test_a_port_forwarder_without_a_far_end_is_an_error_in_time(guests: ExitStac
     begun = time.monotonic()
     with pytest.raises(LaunchError, match=r"Found no job at .* within 0.5 s \(.*closed the connection"):
         Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=0.5)
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - begun < 15.0
     assert forwarder.closed > 3
 
 

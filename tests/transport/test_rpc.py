@@ -27,6 +27,7 @@ from lightning_asgd.worker.connection import Connection, done_within
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats
+from tests.helpers.idle import idle_cpu_s
 from tests.helpers.servers import ServerProcess
 from tests.transport.conftest import Processes, connect
 
@@ -96,16 +97,7 @@ def test_a_call_that_is_not_answered_in_time_fails(processes: Processes) -> None
 def test_an_idle_server_uses_no_processor_time(processes: Processes) -> None:
     # TensorPipe's default transport polls, and keeps a core busy on both sides of an idle connection.
     assert exchange_once(client_of(processes.connect(), "idle")) == [[1.0, 1.0]] * 2
-    watched = [server.process for server in processes.servers]
-    before = [cpu_s(p) for p in (*watched, psutil.Process())]
-    threading.Event().wait(2.0)
-    used = [cpu_s(p) - b for p, b in zip((*watched, psutil.Process()), before, strict=True)]
-    assert max(used) < 0.2
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+    assert idle_cpu_s(*(server.process for server in processes.servers), psutil.Process()) < 0.2
 
 
 def test_everybody_listens_on_loopback_only(processes: Processes) -> None:
@@ -152,13 +144,13 @@ def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Proce
     killed.popen.kill()
     killed.popen.wait(5)
     begun = time.monotonic()
-    assert done_within(waiting, 5.0), "a worker that waits at a barrier must notice"
+    assert done_within(waiting, 20.0), "a worker that waits at a barrier must notice"
     with pytest.raises(RuntimeError, match=r"^ECONNREFUSED: connection refused$"):  # after "EOF: end of file"
         waiting.wait()
     with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
         shards.replies(shards.exchange(Exchange(*shards.connection.sender, 2, 0, False, True), [1], [None]))
     client.leave("nobody hears it")
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0  # before the call's own limit
     assert exchange_once(client_of(connect(restarted), "after the restart")) == [[1.0, 1.0]]
 
 
@@ -173,7 +165,7 @@ def test_a_server_ignores_the_terminal_and_ends_when_told_to(processes: Processe
     waiting = transport.call(0, Contribution("ends", 0, 1, "barrier", "x"), 60.0)
     server.popen.terminate()
     assert server.popen.wait(10) == 0
-    assert done_within(waiting, 5.0)
+    assert done_within(waiting, 20.0)
 
 
 def test_a_worker_finds_the_lasting_servers_again(processes: Processes) -> None:

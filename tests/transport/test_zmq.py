@@ -33,6 +33,7 @@ from lightning_asgd.worker.connection import Connection, done_within
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats
+from tests.helpers.idle import idle_cpu_s
 from tests.helpers.servers import SECRET, ServerProcess
 from tests.transport.conftest import Processes
 from tests.transport.test_rpc import Step, break_connections, client_of, listening
@@ -242,11 +243,7 @@ def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_idle_connection_uses_no_processor_time(processes: Processes, encrypted: ZmqTransport) -> None:
     begin(encrypted, "idle")
-    watched = [server.process for server in processes.encrypted] + [psutil.Process()]
-    before = [p.cpu_times() for p in watched]
-    threading.Event().wait(2.0)
-    used = [p.cpu_times().user - b.user + p.cpu_times().system - b.system for p, b in zip(watched, before, strict=True)]
-    assert max(used) < 0.2
+    assert idle_cpu_s(*(server.process for server in processes.encrypted), psutil.Process()) < 0.2
 
 
 def test_an_answer_that_cannot_be_read_is_an_error(transport: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,19 @@ def test_wrong_values_are_named_as_options(
     assert text in said
     assert "MASTER_" not in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("join", [[], ["--join=127.0.0.1:1"]])
+def test_a_signal_stops_serve_before_its_servers_have_started(
+    join: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "_signals", lambda: [signal.SIGTERM])
+    begun = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port=0", "--run-id=r", "--transport=rpc", *join])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "Stopped before the servers had started.\n"
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])

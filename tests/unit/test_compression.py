@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
-from lightning_asgd.compression import Cast, Compression, Int8, TopK, find_compression
+from lightning_asgd.compression import Cast, Compression, Int2, Int8, TopK, find_compression
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import nbytes
@@ -92,12 +92,25 @@ def test_what_is_lost_comes_later(code: Compression) -> None:
 def test_an_update_that_is_not_finite_is_sent_as_it_is_and_spoils_nothing() -> None:
     stream = Updates(Int8(), GROUPS[:1])
     stream.encode([vector()])
+    lost = vector() - decoded(Int8(), vector())
     bad = vector()
     bad[3] = torch.nan
     assert stream.encode([bad])[0] is bad
     (whole, scales), out = stream.encode([vector(seed=1)])[0], torch.empty(1000)
     Int8().decode((whole, scales), out)
-    assert torch.equal(out, decoded(Int8(), vector(seed=1)))  # nothing of what was before
+    assert torch.equal(out, decoded(Int8(), vector(seed=1) + lost))
+
+
+def test_an_update_that_was_not_applied_is_taken_back() -> None:
+    stream, other, out = Updates(Int2(), GROUPS[:1]), Updates(Int2(), GROUPS[:1]), [torch.empty(1000)]
+    for seed in range(3):
+        stream.encode([vector(seed=seed)])
+        other.encode([vector(seed=seed)])
+    stream.encode([vector(seed=9)])
+    for _ in range(2):  # once has the same effect
+        stream.take_back()
+    sent, expected = (each.encode([vector(seed=5)]) for each in (stream, other))
+    assert torch.equal(stream.decode(sent, out)[0].clone(), other.decode(expected, out)[0])
 
 
 @pytest.mark.parametrize("code", CODES, ids=repr)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync
+from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync, StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
 from lightning_asgd.errors import ConfigurationError
 
@@ -133,6 +133,14 @@ def check_text(error: Exception, *parts: str) -> None:
 def test_offload_is_refused_where_sums_of_gradients_stay_on_the_device(given: object, algorithm: str) -> None:
     with pytest.raises(ConfigurationError, match=f"offload={given!r} was given with "):
         ExchangeConfig.create(nsync=1, algorithm=algorithm, offload=given)
+
+
+def test_a_reply_that_is_merged_later_is_refused_where_workers_wait_for_it() -> None:
+    rule = StreamingDiLoCo(delay=3)
+    with pytest.raises(ConfigurationError, match=r"overlap=False was given with StreamingDiLoCo.*delay=3"):
+        ExchangeConfig.create(nsync=10, algorithm=rule, overlap=False)
+    assert ExchangeConfig.create(nsync=10, algorithm=rule).overlap
+    assert not ExchangeConfig.create(nsync=10, algorithm=StreamingDiLoCo(), overlap=False).overlap
 
 
 def test_workers_that_train_on_while_a_round_lasts_neither_wait_nor_measure_it() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_asgd.adapter.fit_messages import exchanges, rate_advice, start_line
+from lightning_asgd.algorithms import SparseLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.fit_summary import FitSummary
 from lightning_asgd.protocol import WorkerMetrics
@@ -125,7 +126,12 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
     assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, given(nsync=1), [plain, adam]))
     assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, given(nsync=1), [adam]))
     assert "9 workers that exchange every 10 steps may learn" in str(rate_advice(9, given(nsync=10), [plain]))
+    sparse = given(nsync=10, algorithm="sparse_loco")
+    assert "sqrt(9) = 3.0 for 9 workers, is meant for adaptive optimizers" in str(rate_advice(9, sparse, [plain]))
     for workers, config, optimizer in (
+        (9, sparse, adam),
+        (1, sparse, plain),
+        (9, given(nsync=10, algorithm=SparseLoCo(lr=1.0)), plain),
         (4, given(nsync=10), adam),
         (4, given(nsync=10), plain),
         (9, given(nsync=2), plain),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.layout import Layout, Role, build_layout, dtype_from_name, dtype_name
+from lightning_asgd.worker.worker_setup import fragments_of
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -174,3 +175,26 @@ def test_dtype_names_go_both_ways(dtype: torch.dtype) -> None:
 def test_an_unknown_dtype_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Unknown dtype '{name}'. Expected a torch dtype"):
         dtype_from_name(name)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), number=st.integers(1, 6))
+def test_fragments_are_of_nearly_equal_sizes_and_hold_every_parameter_once(sizes: list[int], number: int) -> None:
+    parameters = {f"p{i}": torch.zeros(size) for i, size in enumerate(sizes)}
+    fragments = fragments_of(parameters, {"buffer": torch.zeros(3)}, number, 1)
+    assert len(fragments) == min(number, len(sizes))
+    dealt = [[name for name, *_ in fragment.describe() if name != "buffer"] for fragment in fragments]
+    assert sorted(name for names in dealt for name in names) == sorted(parameters)
+    assert all(names == sorted(names, key=list(parameters).index) != [] for names in dealt)
+    filled = [sum(len(parameters[name]) for name in names) for names in dealt]
+    assert max(filled) - min(filled) <= max(sizes)
+    assert [any(name == "buffer" for name, *_ in fragment.describe()) for fragment in fragments] == [
+        k == 0 for k in range(len(fragments))
+    ]
+
+
+def test_no_fragment_of_a_transformer_is_much_larger_than_another_one() -> None:
+    block = {"norm": (64,), "qkv.weight": (192, 64), "qkv.bias": (192,), "proj.weight": (64, 64), "proj.bias": (64,)}
+    block |= {"fc1.weight": (256, 64), "fc1.bias": (256,), "fc2.weight": (64, 256), "fc2.bias": (64,)}
+    parameters = {f"{i}.{name}": torch.zeros(shape) for i in range(6) for name, shape in block.items()}
+    sizes = [fragment.nbytes for fragment in fragments_of(parameters, {}, 4, 1)]
+    assert max(sizes) < 1.1 * min(sizes)

@@ -126,6 +126,15 @@ def test_tiles_decode_to_their_places() -> None:
     assert result[[8192, 12287]].tolist() == [-3.0, 3.0]
 
 
+def test_a_tile_with_few_values_sends_no_others() -> None:
+    values = torch.zeros(2 * 4096)
+    values[100:164] = torch.linspace(-2, 1, 64)
+    values[164] = 0.0
+    result = decoded(TopTiles(), values)
+    assert torch.equal(result != 0, values != 0)
+    assert torch.equal(result.sign(), values.sign())
+
+
 @pytest.mark.parametrize("code", [Float4(), Int2(), Sign(), TopTiles(), Cast(), Int8(), TopK()], ids=repr)
 def test_what_a_peer_sends_in_another_length_is_refused(code: Compression) -> None:
     coded = code.encode(vector(9000))

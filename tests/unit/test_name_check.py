@@ -195,7 +195,6 @@ print(json.dumps(said))
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.timeout(100)
 def test_a_release_that_lacks_something_is_refused_by_its_first_trainer(pl: Any, refusals: dict[str, str]) -> None:
     assert (
         "lacks `trainer.call._call_callbacks_state_dict` (present 2.5.0 to 2.6.6; needed to save"

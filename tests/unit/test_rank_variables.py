@@ -171,7 +171,6 @@ if __name__ == "__main__":
     return dict(json.loads(done.stdout))
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_processes_of_a_dataloader_keep_the_workers_rank(found: dict[str, Any], method: str) -> None:
     assert found[method] == [[["1", "1"]]]

@@ -205,7 +205,6 @@ def test_an_exchange_alone_takes_as_long_in_the_simulator(any_job: Job) -> None:
     assert waited == pytest.approx(sizing.round_trip_s(one), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.timeout(240)  # seconds alone, a minute beside other tests on a slow machine
 @settings(max_examples=20)
 @given(JOBS)
 def test_with_one_server_the_simulator_finds_the_same_efficiency(any_job: Job) -> None:

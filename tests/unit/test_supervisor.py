@@ -130,6 +130,16 @@ def test_servers_find_this_package_wherever_they_start() -> None:
     assert Path(lightning_asgd.__file__).parent.parent == Path(first)
 
 
+def test_installed_packages_are_not_found_before_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    root = str(Path(lightning_asgd.__file__).resolve().parent.parent)
+    assert child_environment()["PYTHONPATH"] == os.pathsep.join([root, "/mine"])
+    monkeypatch.setattr("sysconfig.get_path", lambda _: root)
+    assert child_environment()["PYTHONPATH"] == "/mine"
+    monkeypatch.delenv("PYTHONPATH")
+    assert child_environment()["PYTHONPATH"] == ""
+
+
 def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_current", None)
     watch = supervisor.ensure_watch()
@@ -147,7 +157,6 @@ def test_one_that_watches_workers_serves_when_asked_to(monkeypatch: pytest.Monke
     assert not Path(str(watch._private)).exists()
 
 
-@pytest.mark.timeout(60)
 def test_a_later_fit_with_other_settings_knows_the_workers_and_leaves_them_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
