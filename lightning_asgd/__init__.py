@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd.adapter import class_trees, unattached
+from lightning_asgd.adapter import class_trees, stepping_estimate, unattached
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.processes import rank_variables
 
@@ -94,4 +94,5 @@ def _register_with_fabric(tree: class_trees.Tree) -> None:
 class_trees.when_imported("strategies", _register)
 class_trees.when_imported("strategies", _register_with_fabric, class_trees.FABRICS)
 class_trees.when_imported("trainer.connectors.accelerator_connector", unattached.let_several_trainers_take)
+class_trees.when_imported("trainer.trainer", stepping_estimate.keep_estimate)
 class_trees.when_imported("callbacks.callback", class_trees.CallbackExtension.join)

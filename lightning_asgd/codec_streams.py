@@ -61,7 +61,7 @@ class Updates:
         return tuple(_plain(self.compression, part, o) for part, o in zip(parts, out, strict=True))
 
     def take_back(self) -> None:
-        """Have the residuals of before the latest update, since that was not applied."""
+        """Restore the residuals from before the latest update, which was not applied."""
         self._residual.update(self._before)
         self._before.clear()
 

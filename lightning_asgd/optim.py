@@ -89,16 +89,21 @@ class PosteriorSampler(Optimizer):
         self._stream = stream
         self._given = generator is not None
         self._generator = generator
+        self._loaded: dict[str, Any] | None = None  # before this worker has its stream
 
     def use_stream(self, stream: int) -> None:
-        """Take a random stream unless the user has given one, or a generator. Called before the first step.
+        """Take a random stream, unless the user has given one. A generator of the user's is used as it is.
+
+        Called before the first step.
 
         Args:
             stream: its number: the worker's rank.
         """
-        if self._stream is None and not self._given:
+        if self._stream is None:
             self._stream = stream
-            self._generator = None
+            self._generator = self._generator if self._given else None
+            if self._loaded is not None:
+                self._continue_from(self._loaded)
 
     def use_chains(self, chains: int) -> None:
         """Be one of several chains that draw from the posterior together, tied to each other by springs.
@@ -119,7 +124,7 @@ class PosteriorSampler(Optimizer):
         Args:
             closure: computes the loss again, as for every optimizer of torch.
         """
-        loss = None
+        loss, self._loaded = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -149,8 +154,11 @@ class PosteriorSampler(Optimizer):
         """
         super().load_state_dict(state_dict)
         saved = state_dict.get(_RNG)
-        if saved is None:
-            return
+        if saved is not None:
+            self._loaded = saved if self._stream is None else None
+            self._continue_from(saved)
+
+    def _continue_from(self, saved: dict[str, Any]) -> None:
         state, generator = saved["state"].cpu(), self._source()
         if saved["stream"] == self._number and state.shape == generator.get_state().shape:
             generator.set_state(state)
@@ -160,8 +168,9 @@ class PosteriorSampler(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {
             **super().__getstate__(),
-            **{key: getattr(self, key) for key in ("_seed", "_stream", "_given")},
+            **{key: getattr(self, key) for key in ("_seed", "_stream", "_given", "_chains")},
             "_generator": None,
+            "_loaded": None,
             "_state": self._source().get_state(),
         }
 

@@ -55,6 +55,7 @@ class Resumption:
     tables: Path | None = None  # where the checkpoint's served tables are; None if it has none
     servers: Sequence[Any] = ()  # what the servers kept beside the weights; empty if it does not fit the run
     data: Mapping[str, Any] = field(default_factory=dict)  # the part of the epoch that had been trained
+    void: bool = False  # whether no fit follows
 
     def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
         """Take what this worker needs from a checkpoint, which may be of another algorithm or number of servers.
@@ -63,7 +64,7 @@ class Resumption:
         is where Lightning looks for it.
         """
         entry = checkpoint.get(KEY)
-        if not entry:
+        if not entry or self.void:
             return {}
         versions, self.data = list(entry["versions"]), entry.get("data", {})
         writer, servers = entry.get("algorithm", "ASGD"), entry.get("servers", ())
@@ -77,6 +78,15 @@ class Resumption:
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
         return mine
+
+    @classmethod
+    def of(cls, strategy: Any) -> Resumption:
+        """Of the fit that a strategy is to begin; one without effect while its Trainer tests, validates or predicts."""
+        module = strategy.lightning_module
+        trainer = None if module is None else private_names.module_trainer.of(module)
+        fits = trainer is None or private_names.called_method(trainer) == strategy.tree.TrainerFn.FITTING
+        found: Resumption = strategy._resume if fits else cls(void=True)
+        return found
 
     def take_versions(self) -> list[int] | None:
         """The versions, once."""
@@ -104,7 +114,8 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
     """Write the module's served tables beside a checkpoint that is written within, and note there which they are.
 
     Tables that were beside an earlier file of that name are removed after that. If there are no servers any more, the
-    checkpoint is written without tables, and none are removed. An incomplete copy is.
+    checkpoint is written without tables, and none are removed. An incomplete copy is. One that the module reads since a
+    test has loaded it is removed by a later save.
     """
     tables, session = _tables_of(strategy), strategy.fit_session
     if not tables or not strategy.is_global_zero:
@@ -124,10 +135,8 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
             shutil.rmtree(_beside(path) / copy, ignore_errors=True)
     yield
     for each in _beside(path).glob("*") if saved else ():
-        if each.name != copy:
-            for name, table in tables.items():
-                if table.source == each / name:
-                    table.read_from(_beside(path) / copy / name)
+        read = any(table.source == each / name for name, table in tables.items())  # by a test, on all workers
+        if each.name != copy and not read:
             shutil.rmtree(each, ignore_errors=True)
 
 

@@ -55,6 +55,7 @@ _PUBLIC = {
     "Strategy": "strategies",
     "STRATEGY_REGISTRY": "strategies",
     "StrategyRegistry": "strategies",
+    "Trainer": "trainer.trainer",
     "TrainerFn": "trainer.states",
 }
 _PRIVATE = {

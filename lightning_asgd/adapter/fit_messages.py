@@ -127,7 +127,8 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
     """
     algorithm = config.algorithm
     names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
-    if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and not names:
+    plain = any(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
+    if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and plain and not names:
         return (
             f"A-SGD: SparseLoCo's outer rate, sqrt({workers}) = {math.sqrt(workers):.1f} for {workers} workers, is "
             "meant for adaptive optimizers such as AdamW. After SGD with momentum it is too large: SparseLoCo(lr=1.0)."

@@ -40,7 +40,6 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
-from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.session_client import pickled, unpickled
@@ -134,8 +133,7 @@ class FitSession(Participation):
             follow_progress(trainer, entry.progress)
         if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints()
-        workers = self._membership.rank_and_size[1]
-        share_posterior(trainer.optimizers, trainer.global_rank, self._config.algorithm.chains(workers))
+        self._share_posterior()
         self._find_period(_steps_of(trainer, self._config), rank_zero_warn)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state()
@@ -334,6 +332,7 @@ class FitSession(Participation):
         self._own_state.share()
         self._own_state.note()
         share_callback_modules(trainer, self._collectives)
+        self._share_posterior()
         return met
 
     def _agree_to_stop(self) -> None:
@@ -373,6 +372,12 @@ class FitSession(Participation):
     def _writes_alone(self) -> bool:
         """Whether this worker writes checkpoints without asking the others: the chief between two sync points."""
         return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
+
+    @property
+    def nominal_batches(self) -> float | None:
+        """The batches of the present epoch per worker, were all equally fast; None if Lightning knows them itself."""
+        loop = self._choice.loop
+        return loop.nominal if isinstance(loop, LeasedLoop) else None
 
     def catch_up(self) -> dict[str, Tensor]:
         """What a checkpoint holds instead of the module's tensors on the chief between sync points, by their keys."""

@@ -309,8 +309,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and note what the run resumes from if it has no weights yet."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self._is_fitting(self.lightning_module.trainer):  # type: ignore[attr-defined]
-            self._resume.read(checkpoint, 0, self.options.config.algorithm_name, self._job.num_servers)
+        resume = Resumption.of(self)
+        resume.read(checkpoint, 0, self.options.config.algorithm_name, self._job.num_servers)
         return checkpoint
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -104,9 +104,14 @@ def _check_script() -> None:
     if hydra is not None and hydra.HydraConfig.initialized():
         return  # it is found from the folder in which the program began
     script = os.path.abspath(sys.argv[0])
-    if spec.name == "__main__" if spec is not None else not os.path.isfile(script):
+    if spec is not None and spec.name == "__main__":
+        raise ConfigurationError(
+            "The Trainer runs the script again for each further worker, and this program was started as a folder or an "
+            "archive. Expected `python script.py`, or `python -m package.module`."
+        )
+    if spec is None and not os.path.isfile(script):
         raise ConfigurationError(
             f"The Trainer runs the script again for each further worker, and there is none at {script!r}. Expected a "
-            "script in a file, found from the present working directory: give an absolute path, do not change the "
-            "directory before the fit, or use ASGDStrategy(start_method='fork')."
+            "script in a file, found from the present working directory: give an absolute path, or do not change the "
+            "directory before the fit."
         )

@@ -83,6 +83,7 @@ class LeasedLoop:
         self._resumed = dict(resumed)
         self._begins = False  # whether an epoch has begun, and none of its batches was fetched
         self._most = self._expected = 0.0  # batches of an epoch per worker that Lightning counts; infinity if unknown
+        self.nominal: float | None = None  # the latter within an epoch, in which Lightning is given other numbers
         self._batches = 0  # the same; of the reference size, if all are equally fast
         self._interval: Any = 0  # batches between two validations
         self._schedules = BatchSchedules(trainer)
@@ -143,7 +144,7 @@ class LeasedLoop:
         if leases.opened == key:
             return leases.plan
         units, order, shards = self._data.begin_epoch(number, self.workers * self._data.count(self._most))
-        self._expected = min(self._most, expected_batches(trainer))  # callbacks may have changed it
+        self._expected = self.nominal = min(self._most, expected_batches(trainer))  # callbacks may have changed it
         self._batches = self._data.count(self._expected)
         self._interval = validates_after(trainer)
         own = accumulation(trainer, number)
@@ -348,6 +349,7 @@ class LeasedLoop:
         return self._batches in validation_marks(self.trainer, every, self._batches, self._batches_before)
 
     def _restore_counts(self) -> None:
+        self.nominal = None
         if self.installed:
             expected_batches.set(self.trainer, self._expected)
             validates_after.set(self.trainer, self._interval)

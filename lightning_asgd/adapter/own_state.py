@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.adapter.class_trees import is_of_lightning, rank_zero_warn
+from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.layout import Layout
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.worker_setup import digest_of, make_identical, named_state
@@ -90,8 +90,7 @@ def share_callback_modules(trainer: Any, collectives: Collectives) -> None:
     Only of those that all workers have: a network that makes pictures may be on one alone. All call it together.
     """
     found = _callback_modules(trainer)
-    foreign = not all(map(is_of_lightning, trainer.callbacks))  # else all workers have the same modules
-    if not collectives.real or not (found or foreign):
+    if not collectives.real:
         return
     tensors = {f"{key}.{name}": tensor for key in found for name, tensor in found[key].items()}
     if collectives.reduced("all_reduce", "modules of callbacks", digest_of(tensors), "same").value:

@@ -434,10 +434,9 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        resume = self._resume if self._is_fitting(self.lightning_module.trainer) else Resumption()
+        resume, name = Resumption.of(self), self.options.config.algorithm_name
         resume.tables = read_tables(self, checkpoint, checkpoint_path)
-        about = self.global_rank, self.options.config.algorithm_name, self._job.num_servers
-        return {**checkpoint, **resume.read(checkpoint, *about)}
+        return {**checkpoint, **resume.read(checkpoint, self.global_rank, name, self._job.num_servers)}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the tables beside it."""

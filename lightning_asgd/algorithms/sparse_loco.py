@@ -50,7 +50,7 @@ class SparseLoCo(Algorithm):
 
     State:
         none beside the weights, but a lost server cannot be restored from the workers' copies. Workers keep two
-        vectors: the residual, and that of before the latest push, which may be refused.
+        vectors: the residual, and a copy from before the latest push in case that is refused.
 
     Staleness:
         ignored, as by :class:`ASGD`.

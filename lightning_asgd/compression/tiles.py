@@ -7,8 +7,8 @@ Departures:
     A tile is 4,096 consecutive values of a shard, and not 64 x 64 values of a matrix: servers know no matrices.
     Magnitudes are compared by their first twelve binary digits. The two bits are the sign, and whether the magnitude is
     above the mean of the tile's sent magnitudes; each of these two classes is decoded as its own mean. The paper has
-    one table of values for a parameter. If fewer values than are sent are not 0, the largest is sent
-    several times.
+    one table of values for a parameter. If a tile has fewer nonzero values than are
+    sent, its largest value is repeated.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TopTiles(Compression):
         above, number = (size * large).sum(1), large.sum(1)
         below = (total - above) / (found - number).clamp(min=1)
         means = torch.stack([below, above / number.clamp(min=1)], dim=1).bfloat16()
-        if found.min() < self.largest:
+        if tiles and found.min() < self.largest:
             top = torch.where(size > 0, torch.arange(self.largest), size.argmax(1, keepdim=True))
             places, sent, large = (each.gather(1, top) for each in (places, sent, large))
         return _pack_places(places), _pack_bits(sent < 0), _pack_bits(large > 0), means

@@ -21,7 +21,6 @@ from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.loop.weight_changes import WeightChanges
-from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
@@ -78,7 +77,7 @@ class LoopSession(Participation, Trainee):
             self.synchronizer.restore(state.servers)
         if options.total_steps is not None:
             self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
-        share_posterior(optimizers, membership.rank_and_size[0], rule.chains(workers))
+        self._share_posterior()
         self.tables.watch(optimizers)
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
@@ -344,6 +343,7 @@ class LoopSession(Participation, Trainee):
         self.stops |= met.should_stop
         if self._check_grown(met):
             self.set_up_again()
+        self._share_posterior()
         self._after_pass = False
         self._changes.note()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -21,6 +22,7 @@ from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.restarted_nsync import restarted_nsync
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_nonfinite
+from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
@@ -232,11 +234,34 @@ class Participation:
                 max(self.synchronizer.versions),
             )
 
+    def _share_posterior(self) -> None:
+        """Give samplers this worker's random stream, and the number of chains, which follows that of the workers."""
+        membership = self._membership
+        chains = self._config.algorithm.chains(membership.rank_and_size[1])
+        share_posterior(self.optimizers, membership.rank, chains)
+
     def _by_key(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the module, given by its parameters' and buffers' names, by the keys of its ``state_dict()``."""
-        names = {id(t): name for name, t in named_state(self._module).items()}
-        keys = {key: names.get(id(t)) for key, t in self._module.state_dict(keep_vars=True).items()}
+        names = {_place(t): name for name, t in named_state(self._module).items()}
+        kept = {key: t for key, t in self._module.state_dict().items() if isinstance(t, Tensor)}
+        if not all(_place(t) in names for t in kept.values()):
+            return self._saved_with(tensors)
+        keys = {key: names[_place(t)] for key, t in kept.items()}
         return {key: tensors[name] for key, name in keys.items() if name in tensors}
+
+    def _saved_with(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The module's ``state_dict()``, which makes copies of its own, as it is with other values in the module."""
+        state = named_state(self._module)
+        before = {name: state[name].detach().clone() for name in tensors}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                state[name].copy_(tensor)
+            try:
+                saved = self._module.state_dict()
+                return {key: t.detach().clone() for key, t in saved.items() if isinstance(t, Tensor)}
+            finally:
+                for name, tensor in before.items():
+                    state[name].copy_(tensor)
 
     # ------------------------------------------------------------------ metrics
 
@@ -259,3 +284,8 @@ class Participation:
         stats = self.synchronizer.stats
         sync_s = stats.sync_wait_s + self._collectives.waited_s + self._leases.others_wait_s
         return Waited(stats.wait_s, sync_s, self._leases.granted_wait_s)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor and a detached one of the same values have in common."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

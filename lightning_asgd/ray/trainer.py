@@ -338,8 +338,8 @@ class ASGDRun:
                 if worker.number in self._starts:
                     log.warning("Worker %d has not ended in time, and is killed.", worker.number)
                 self._remove(worker)
-        with_room = {*self._starts, *range(self._plan.least)}
-        if self._failures and not with_room & self._workers.keys():
+        with_room = [w for w in self._workers.values() if w.number in self._starts or w.place is not None]
+        if self._failures and not with_room:
             for worker in [*self._workers.values()]:  # these wait for room, and all that had some have failed
                 self._remove(worker)
 

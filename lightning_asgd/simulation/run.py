@@ -141,7 +141,7 @@ class Simulation:
                     f"{crash!r} names a worker that does not exist. Expected a rank below "
                     f"workers={self.workers} plus {len(self.late_workers)} late ones."
                 )
-            joins_at = [0.0] * self.workers + [late.time_s for late in self.late_workers]
+            joins_at = [0.0] * self.workers + sorted(late.time_s for late in self.late_workers)
             if crash.worker >= self.workers and crash.time_s <= joins_at[crash.worker]:
                 raise ConfigurationError(
                     f"{crash!r} is before worker {crash.worker} joins. Expected time_s > {joins_at[crash.worker]:g}."
@@ -186,7 +186,12 @@ class Simulation:
                 f"exchange={self.exchange!r} has the unknown settings {sorted(unknown)}. Expected some of "
                 f"{sorted(known)}."
             )
-        return ExchangeConfig.create(**{"nsync": 10, **self.exchange})
+        config = ExchangeConfig.create(**{"nsync": 10, **self.exchange})
+        if config.restarted:
+            raise ConfigurationError(
+                "exchange={'nsync': 'restarted'}. Expected a number of steps, such as that of the formula."
+            )
+        return config
 
 
 class Running:

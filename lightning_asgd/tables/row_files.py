@@ -113,10 +113,11 @@ class RowFiles:
             _lock(self._lock, self._path(".lock"))
             if self._path(".table").exists() and not self._path(".clients").exists():
                 raise ConfigurationError(f"{self._path('.clients')} is missing. {_INCOMPLETE}")
-            self._clients = _mapped(self._path(".clients"), torch.int64, (_CLIENTS, 3))
+            _create_whole(self._path(".clients"), torch.int64.itemsize * _CLIENTS * 3)
+            self._clients = _mapped(self._path(".clients"), torch.int64, (_CLIENTS, 3), complete=True)
             if self.updates and not self._path(".table").exists():
                 raise ConfigurationError(f"{self._path('.table')} is missing. {_INCOMPLETE}")
-            self.records = _mapped(self._path(".table"), torch.float32, (count, columns))
+            self.records = _mapped(self._path(".table"), torch.float32, (count, columns), complete=self.updates > 0)
             self._inode = os.stat(self._path(".table")).st_ino
             self._journal = os.open(self._path(".journal"), _OPEN, 0o600)
         except BaseException:
@@ -264,11 +265,22 @@ def _data_from(file: int, at: int, size: int) -> int:
         return size
 
 
-def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
+def _create_whole(path: Path, size: int) -> None:
+    """Create a file of zeros, unless it exists: of this size, even if the process is killed."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.partial")
+        with partial.open("wb") as file:
+            file.write(bytes(size))
+        partial.replace(path)
+
+
+def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, int], *, complete: bool) -> Tensor:
+    """Map a file. One that is ``complete`` has its size; another one may be new."""
     size = max(1, shape[0] * shape[1]) * dtype.itemsize
     file = os.open(path, _OPEN, 0o600)
     try:
-        if (found := os.fstat(file).st_size) not in (0, size):
+        found = os.fstat(file).st_size
+        if found > size or (complete and found < size):
             raise ConfigurationError(f"{path} has {found} bytes. Expected {size}. {_INCOMPLETE}")
         _reserve(file, size, path)
         mapped = mmap.mmap(file, size)

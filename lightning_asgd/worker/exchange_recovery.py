@@ -86,8 +86,6 @@ class ExchangeLog:
                     self._shards.replies(lost.futures)  # if server 0 took the push, all must
             for future in lost.futures:  # another server may still read the wire buffers
                 done_within(future, self._connection.timeout_s)
-            if lost.message.push:
-                self.unapplied = [s for s, future in enumerate(lost.futures) if self._was_away(s, future)]
         owed = self._owed(lost)
         self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
         self._data.revoke()
@@ -98,16 +96,17 @@ class ExchangeLog:
                     self._replica.pack_again(server)
                 futures[server] = self._shards.repeat(server, messages[server])
                 self._connection.result(server, futures[server])
+        if lost is not None and lost.message.push:
+            self.unapplied = [s for s, future in enumerate(lost.futures) if self._has_not_applied(s, future)]
 
-    def _was_away(self, server: int, future: Future[Any]) -> bool:
-        """Whether a server has not taken an exchange, since this worker was away."""
+    def _has_not_applied(self, server: int, future: Future[Any]) -> bool:
+        """Whether a server has rejected a push, since it had excluded this worker or because of its values."""
         try:
-            self._connection.result(server, future, 0.0)
+            return bool(self._connection.result(server, future, 0.0).verdict is Verdict.REFUSED)
         except WorkerAwayError:
             return True
         except ASGDError:
             return False
-        return False
 
     def _owed(self, lost: InFlight | None) -> list[tuple[list[Exchange], list[Future[Any]]]]:
         """Messages, with futures, that the coordinator has answered and servers under recovery may lack."""

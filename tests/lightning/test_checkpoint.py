@@ -148,15 +148,28 @@ class Began(pl.Callback):
             self.file.write_text(json.dumps({**began, "last": trainer.global_step}))
 
 
-@pytest.mark.parametrize("algorithm", [ASGD("sum"), ASGD("sum", transforms=[SoftSync(2)])], ids=["ASGD", "SoftSync"])
-def test_a_checkpoint_in_mid_epoch_holds_every_sample_that_counts_as_trained(algorithm: ASGD, tmp_path: Path) -> None:
+class Casting(Counting):
+    """Has its own idea of what is saved."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {key: tensor.double() for key, tensor in super().state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [(ASGD("sum"), Counting), (ASGD("sum", transforms=[SoftSync(2)]), Counting), (ASGD("sum"), Casting)],
+    ids=["ASGD", "SoftSync", "casts"],
+)
+def test_a_checkpoint_in_mid_epoch_holds_every_sample_that_counts_as_trained(
+    algorithm: ASGD, kind: type[Counting], tmp_path: Path
+) -> None:
     def strategy() -> ASGDStrategy:
         return ASGDStrategy(nsync=6, algorithm=algorithm, start_method="fork")
 
     def batches() -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
 
-    module = Counting()
+    module = kind()
     trainer(tmp_path, strategy(), callbacks=[Saving(tmp_path)]).fit(module, batches())
     assert module.trained.tolist() == [2.0] * SAMPLES  # two epochs: checkpoints do not change what is trained
     numbers = sorted(int(file.stem) for file in tmp_path.glob("*.json"))
@@ -176,7 +189,7 @@ def test_a_checkpoint_in_mid_epoch_holds_every_sample_that_counts_as_trained(alg
     for number in (middle[1], middle[len(middle) // 2]):
         saved = torch.load(tmp_path / f"{number}.ckpt", weights_only=True)
         known = json.loads((tmp_path / f"{number}.json").read_text())
-        module = Counting()
+        module = kind()
         began = Began(tmp_path / "began.json")
         trainer(tmp_path, strategy(), callbacks=[began]).fit(module, batches(), ckpt_path=tmp_path / f"{number}.ckpt")
         assert module.trained.tolist() == [2.0] * SAMPLES  # every sample of the epoch once

@@ -114,6 +114,21 @@ def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Pa
         assert sum(BATCH * seen.by_rank[rank]["validated"][place][1] for rank in (0, 1)) == end
 
 
+class Plans(Watching):
+    """Notes how many steps Lightning expects, whenever it trains."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with (self.folder / f"plans{self.global_rank}").open("a") as file:
+            file.write(f"{self.trainer.estimated_stepping_batches}\n")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_expected_number_of_steps_does_not_follow_a_workers_speed(tmp_path: Path) -> None:
+    trainer(tmp_path, strategy(), max_epochs=3).fit(Plans(tmp_path, slow_s=0.1), numbered())
+    for rank in (0, 1):
+        assert {*(tmp_path / f"plans{rank}").read_text().split()} == {str(3 * SAMPLES // BATCH // 2)}
+
+
 class SlowFirst(Numbered):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.3 if index == 0 else 0)

@@ -245,11 +245,16 @@ def test_the_variables_of_slurm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "spec", "found"),
-    [("train.py", None, True), ("gone.py", None, False), ("-c", None, False), ("train.py", "__main__", False)],
+    ("argument", "spec", "error"),
+    [
+        ("train.py", None, ""),
+        ("gone.py", None, "none at '.*/gone.py'"),
+        ("-c", None, "none at '.*/-c'"),
+        ("train.py", "__main__", "started as a folder or an archive"),
+    ],
 )
 def test_a_script_that_cannot_be_run_again_is_refused(
-    argument: str, spec: str | None, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    argument: str, spec: str | None, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -257,11 +262,7 @@ def test_a_script_that_cannot_be_run_again_is_refused(
     main: Any = ModuleType("__main__")
     main.__spec__ = spec and SimpleNamespace(name=spec)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    with (
-        contextlib.nullcontext()
-        if found
-        else pytest.raises(ConfigurationError, match=f"none at '{tmp_path}/{argument}'")
-    ):
+    with pytest.raises(ConfigurationError, match=error) if error else contextlib.nullcontext():
         launchers._check_script()
 
 
@@ -277,3 +278,17 @@ def test_a_job_whose_script_is_not_found_does_not_train_alone(tmp_path: Path) ->
     )
     assert said.returncode == 1
     assert "ConfigurationError: The Trainer runs the script again for each further worker" in said.stderr
+
+
+def test_a_callback_that_only_worker_0_has(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import pytorch_lightning as pl\nfrom pytorch_lightning.utilities import rank_zero_only\n"
+        "from lightning_asgd import ASGDStrategy\nfrom tests.lightning.models import *\n"
+        "class Shows(pl.Callback):\n    def on_train_end(self, *_): print('shown')\n"
+        "callbacks = [Shows()] if rank_zero_only.rank == 0 else []\n"
+        "trainer('.', ASGDStrategy(nsync=5), devices=2, callbacks=callbacks).fit(Regression(), loader(), loader(16))\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+    )
+    assert (said.returncode, said.stdout.count("shown")) == (0, 1), said.stderr[-3000:]

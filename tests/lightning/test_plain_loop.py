@@ -265,7 +265,6 @@ def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> No
 ALONE = """
 import sys, torch
 from lightning_asgd import AsyncSGD
-from tests.helpers.holding import Gate, hold, release
 from tests.helpers.plain import Counts, numbered
 model = Counts(20)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

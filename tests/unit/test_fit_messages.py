@@ -130,6 +130,7 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
     assert "sqrt(9) = 3.0 for 9 workers, is meant for adaptive optimizers" in str(rate_advice(9, sparse, [plain]))
     for workers, config, optimizer in (
         (9, sparse, adam),
+        (9, sparse, torch.optim.RMSprop(parameters)),
         (1, sparse, plain),
         (9, given(nsync=10, algorithm=SparseLoCo(lr=1.0)), plain),
         (4, given(nsync=10), adam),

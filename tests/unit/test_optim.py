@@ -192,6 +192,30 @@ def test_a_generator_is_drawn_from_and_its_state_saved() -> None:
     assert torch.equal(walk(weight, sampler, 2), first)
 
 
+def test_a_stream_continues_where_it_was_if_it_is_known_after_the_state() -> None:
+    weight, sampler = make(SGLD)
+    sampler.use_stream(2)
+    walk(weight, sampler, 3)
+    saved, begins = sampler.state_dict(), weight.data.clone()
+    expected = walk(weight, sampler, 3)
+    for stream in (2, 1):
+        again, other = make(SGLD)
+        other.load_state_dict(saved)
+        other.use_stream(stream)
+        again.data.copy_(begins)
+        assert torch.equal(walk(again, other, 3), expected) is (stream == 2)
+
+
+def test_workers_with_generators_that_load_one_state_draw_different_noise() -> None:
+    saved, found = make(SGLD, generator=torch.Generator().manual_seed(100))[1].state_dict(), []
+    for rank in range(3):
+        weight, sampler = make(SGLD, generator=torch.Generator().manual_seed(100 + rank))
+        sampler.use_stream(rank)
+        sampler.load_state_dict(saved)
+        found.append(tuple(walk(weight, sampler, 2).tolist()))
+    assert len(set(found)) == 3
+
+
 def test_a_state_without_a_stream_is_taken() -> None:
     weight, sampler = make(SGHMC)
     plain = sampler.state_dict()

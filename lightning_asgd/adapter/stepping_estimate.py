@@ -1,0 +1,34 @@
+"""``Trainer.estimated_stepping_batches`` within an epoch.
+
+Lightning computes it from the batches that a worker expects to train. That number follows from its speed, and changes
+with every batch. A program that divides ``global_step`` by the estimate, as for a momentum that rises to 1, needs the
+same on all workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_asgd.adapter.class_trees import Tree
+from lightning_asgd.adapter.private_names import expected_batches
+
+__all__ = ["keep_estimate"]
+
+
+def keep_estimate(tree: Tree) -> None:
+    """Have Trainers of a tree answer within an epoch as they do before it."""
+    estimate = tree.Trainer.estimated_stepping_batches
+
+    def nominal(trainer: Any) -> Any:
+        session = getattr(trainer.strategy, "fit_session", None)
+        batches = getattr(session, "nominal_batches", None)
+        if batches is None:
+            return estimate.fget(trainer)
+        present = expected_batches(trainer)
+        expected_batches.set(trainer, batches)
+        try:
+            return estimate.fget(trainer)
+        finally:
+            expected_batches.set(trainer, present)
+
+    tree.Trainer.estimated_stepping_batches = property(nominal, doc=estimate.__doc__)
