@@ -181,6 +181,7 @@ class FitSession(Participation):
         self._choice.choose()
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
+            self._share_posterior()
             self._trainer.strategy.announce()
             self._find_period(_steps_of(self._trainer, self._config), rank_zero_warn)
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
@@ -332,7 +333,6 @@ class FitSession(Participation):
         self._own_state.share()
         self._own_state.note()
         share_callback_modules(trainer, self._collectives)
-        self._share_posterior()
         return met
 
     def _agree_to_stop(self) -> None:

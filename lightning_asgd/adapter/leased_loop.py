@@ -83,8 +83,8 @@ class LeasedLoop:
         self._resumed = dict(resumed)
         self._begins = False  # whether an epoch has begun, and none of its batches was fetched
         self._most = self._expected = 0.0  # batches of an epoch per worker that Lightning counts; infinity if unknown
-        self.nominal: float | None = None  # the latter within an epoch, in which Lightning is given other numbers
         self._batches = 0  # the same; of the reference size, if all are equally fast
+        self.nominal: float | None = None  # _expected while an epoch runs, when Lightning is given other numbers
         self._interval: Any = 0  # batches between two validations
         self._schedules = BatchSchedules(trainer)
         self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
@@ -327,6 +327,7 @@ class LeasedLoop:
     def end_epoch(self, batches: int) -> None:
         """Set Lightning's counts to the joint ones, and restore its own settings until the next epoch."""
         count_batches(self.trainer, batches)
+        self.nominal = None
         if self._idle:
             return
         self._idle = True

@@ -16,7 +16,7 @@ __all__ = ["keep_estimate"]
 
 
 def keep_estimate(tree: Tree) -> None:
-    """Have Trainers of a tree answer within an epoch as they do before it."""
+    """Make it the same during an epoch as before it, on all Trainers of a tree."""
     estimate = tree.Trainer.estimated_stepping_batches
 
     def nominal(trainer: Any) -> Any:

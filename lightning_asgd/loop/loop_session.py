@@ -202,6 +202,7 @@ class LoopSession(Participation, Trainee):
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
             self._run.begin_epoch()
+            self._share_posterior()
         state = self.state
         order, units, shards = data.begin(state.passes, reference)
         if not units:
@@ -343,7 +344,6 @@ class LoopSession(Participation, Trainee):
         self.stops |= met.should_stop
         if self._check_grown(met):
             self.set_up_again()
-        self._share_posterior()
         self._after_pass = False
         self._changes.note()
 
@@ -357,6 +357,7 @@ class LoopSession(Participation, Trainee):
         self.state.in_epoch = True
         if self._run is not None:
             self._run.begin_epoch()
+            self._share_posterior()
 
     def end_epoch(self) -> None:
         """An epoch has ended: agree on whether training does, and publish where it is."""

@@ -242,15 +242,18 @@ class Participation:
 
     def _by_key(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the module, given by its parameters' and buffers' names, by the keys of its ``state_dict()``."""
-        names = {_place(t): name for name, t in named_state(self._module).items()}
+        state = named_state(self._module)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in state}
+        names = {_place(state[name]): name for name in tensors}
         kept = {key: t for key, t in self._module.state_dict().items() if isinstance(t, Tensor)}
-        if not all(_place(t) in names for t in kept.values()):
+        found = {key: names[_place(t)] for key, t in kept.items() if _place(t) in names}
+        known = {_place(t) for t in state.values()}
+        if len({*found.values()}) < len(tensors) and any(_place(t) not in known for t in kept.values()):
             return self._saved_with(tensors)
-        keys = {key: names[_place(t)] for key, t in kept.items()}
-        return {key: tensors[name] for key, name in keys.items() if name in tensors}
+        return {key: tensors[name] for key, name in found.items()}
 
     def _saved_with(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's ``state_dict()``, which makes copies of its own, as it is with other values in the module."""
+        """What ``state_dict()`` returns with these values in the module, for one that copies or converts tensors."""
         state = named_state(self._module)
         before = {name: state[name].detach().clone() for name in tensors}
         with torch.no_grad():
@@ -287,5 +290,7 @@ class Participation:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What a tensor and a detached one of the same values have in common."""
+    """A tensor's memory: equal for a tensor and its detached alias."""
+    if tensor.layout is not torch.strided:  # such tensors are not exchanged
+        return tensor.layout, tensor.shape, tensor.dtype
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -266,16 +266,21 @@ def _data_from(file: int, at: int, size: int) -> int:
 
 
 def _create_whole(path: Path, size: int) -> None:
-    """Create a file of zeros, unless it exists: of this size, even if the process is killed."""
-    if not path.exists():
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
-            file.write(bytes(size))
-        partial.replace(path)
+    """Create a file of zeros unless it exists. It has its whole size once it has its name, even after a kill."""
+    if path.exists():
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    file = os.open(partial, _OPEN, 0o600)
+    try:
+        _reserve(file, size, partial)
+    finally:
+        os.close(file)
+    partial.replace(path)
 
 
 def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, int], *, complete: bool) -> Tensor:
-    """Map a file. One that is ``complete`` has its size; another one may be new."""
+    """Map a file. A ``complete`` file must have its full size; otherwise it may be new or shorter."""
     size = max(1, shape[0] * shape[1]) * dtype.itemsize
     file = os.open(path, _OPEN, 0o600)
     try:

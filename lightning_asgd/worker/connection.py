@@ -104,7 +104,7 @@ class Connection:
         """
         seconds, wait = self.timeout_s if seconds is None else seconds, self.wait if attends else done_within
         if not future.done() and not wait(future, seconds + GRACE_S):
-            which = "collective_s" if seconds == self.patience_s else "exchange_s"
+            which = "collective_s" if seconds == self.patience_s != self.timeout_s else "exchange_s"
             raise self.lost(
                 f"Server {server} did not answer worker {self.worker} within {seconds:g} s. Expected a reply. Check "
                 f"the server's machine and the network, or raise timeouts.{which}."

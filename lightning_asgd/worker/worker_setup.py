@@ -170,8 +170,8 @@ def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
         trained = [group for group in groups if group[0] in (Role.PARAMETER, Role.ROWS)]
         found = sorted({dtype if role is Role.PARAMETER else "tables of rows" for role, dtype, _ in trained})
         log.warning(
-            "compression=%r has no effect: it compresses parameters in float32 and float64, and finds %s. Expected "
-            "float32, as with precision='bf16-mixed'.",
+            "compression=%r has no effect: it compresses parameters in float32, as with precision='bf16-mixed', or in "
+            "float64, and finds %s.",
             code,
             ", ".join(found),
         )
