@@ -9,7 +9,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from lightning_asgd import ASGDStrategy
 from tests.conformance.lab import WORKERS, Lab, Record
+from tests.helpers.ports import free_port
 
 DDP, ASGD, ISLAND = "ddp", "asgd", "island"
 
@@ -98,9 +98,7 @@ class Pair:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         theirs: list[Any] = []
         for rank in range(self.workers):
             mine, its = context.Pipe()

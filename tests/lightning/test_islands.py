@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
+from tests.helpers.ports import free_port
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
@@ -152,9 +152,7 @@ class Started:
         self.processes: dict[str, list[Any]] = {}
 
     def start(self, name: str, inside: str, address: str, **more: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         about = {"epochs": 2, "counts": False, "resumes": "", "size": 2, "accelerator": "cpu", "backend": None}
         about |= {"options": {}, **more}
         args = [(self.folder, name, rank, port, inside, address) for rank in range(about["size"])]

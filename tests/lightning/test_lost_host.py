@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import time
 from collections import Counter
@@ -23,6 +22,7 @@ from benchmarks.counts import Counts
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.monitoring.metric_log import read
+from tests.helpers.ports import free_port
 from tests.lightning.test_processes import wait_until
 
 SIZE = 3
@@ -92,9 +92,7 @@ def work(folder: Path, rank: int, port: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
 def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains: Any, transport: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [mains(target=work, args=(tmp_path, rank, port, transport)) for rank in range(SIZE)]
 
     def steps(rank: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.ports import free_port
 from tests.helpers.programs import environment
 from tests.lightning.models import Regression, loader, trainer
 
@@ -280,9 +280,7 @@ assert predicted == [[0, 2, 4], [1, 3, 5]][trainer.global_rank], predicted
 def test_an_environment_of_others_brings_its_own_world(tmp_path: Path, pl: str, fabric: str) -> None:
     script = FIT.format(pl=pl).replace("import ASGDStrategy", "import ASGDStrategy, Timeouts")
     (tmp_path / "script.py").write_text(script + FOREIGN.replace("{fabric}", fabric))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in (0, 1):
         with (tmp_path / f"output{rank}").open("w") as output:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.ports import free_port
 from tests.helpers.servers import servers_of
 from tests.lightning.test_lost_host import Tell, WithTest
 from tests.lightning.test_processes import wait_until
@@ -72,9 +72,7 @@ def work(folder: Path, node: int, port: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["zmq", pytest.param("rpc", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lost", [(1,), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ((0,), (1, 0)))])
 def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: str, lost: tuple[int, ...]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [mains(target=work, args=(tmp_path, node, port, transport)) for node in range(NODES)]
 
     def said(node: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.programs import ROOT, environment
 from tests.lightning.test_processes import wait_until
 
@@ -64,9 +64,7 @@ def node(folder: Path, rank: int, port: int, name: str) -> Any:
 
 @pytest.mark.slow  # `make strangers` does so ten times, on two machines too
 def test_a_restarted_node_trains_with_the_others_again(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     jobs = [node(tmp_path, rank, port, str(rank)) for rank in (0, 1)]
 
     def train(job: Any) -> None:
@@ -110,9 +108,7 @@ def test_the_first_node_may_be_started_again_while_another_hosts_the_servers(
 ) -> None:
     if secret is not None:
         monkeypatch.setenv("LIGHTNING_ASGD_SECRET", secret)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     jobs = [node(tmp_path, rank, port, str(rank)) for rank in (0, 1)]
 
     def train(job: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ports import free_port
 from tests.helpers.programs import environment
 from tests.lightning.test_processes import training, wait_until
 
@@ -53,9 +54,7 @@ def node(folder: Path, rank: int, port: int, name: str = "") -> Any:
 
 @pytest.mark.timeout(300)
 def test_a_second_start_of_a_node_is_refused_and_a_failure_on_another_node_is_reported(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     said = tmp_path / "output0"
     jobs = [node(tmp_path, rank, port) for rank in (0, 1)]
     try:

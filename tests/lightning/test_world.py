@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError
+from tests.helpers.ports import free_port
 from tests.lightning.models import Regression, digest, loader, trainer
 
 SAMPLES, BATCH = 512, 8
@@ -135,9 +135,7 @@ def _process(job: Callable[..., Any], folder: Path, rank: int, port: int) -> Non
 
 def run(mains: Any, job: Callable[..., Any], folder: Path, seconds: float = 50) -> tuple[list[Any], list[int | None]]:
     """Results and exit codes of both ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [mains(target=_process, args=(job, folder, rank, port)) for rank in range(2)]
     for process in processes:
         process.start()
