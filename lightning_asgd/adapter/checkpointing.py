@@ -81,7 +81,7 @@ class Resumption:
 
     @classmethod
     def of(cls, strategy: Any) -> Resumption:
-        """That of the fit that a strategy is about to begin. In a test: one that ignores checkpoints."""
+        """What the strategy's next fit resumes from. A test does not resume: it gets one that ignores checkpoints."""
         module = strategy.lightning_module
         trainer = None if module is None else private_names.module_trainer.of(module)
         fits = trainer is None or private_names.called_method(trainer) == strategy.tree.TrainerFn.FITTING
@@ -114,8 +114,8 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
     """Write the module's served tables beside a checkpoint that is written within, and note there which they are.
 
     Tables that were beside an earlier file of that name are removed after that. If there are no servers any more, the
-    checkpoint is written without tables, and none are removed. An incomplete copy is removed. A
-    copy that a test has loaded, and that the module still reads, is kept until a later save.
+    checkpoint is written without tables, and none are removed. An incomplete copy is removed. A copy that a test has
+    loaded, and that the module still reads, is kept until a later save.
     """
     tables, session = _tables_of(strategy), strategy.fit_session
     if not tables or not strategy.is_global_zero:

@@ -30,7 +30,6 @@ __all__ = [
     "become_global_zero",
     "forget_rank",
     "is_foreign",
-    "is_of_lightning",
     "looks_at_gradients",
     "rank_zero_warn",
     "torchmetrics",
@@ -171,13 +170,6 @@ FABRICS = (
     Tree("lightning.fabric", "lightning.fabric", "lightning"),
 )
 """The class trees below those, which a program with Fabric uses alone."""
-
-
-def is_of_lightning(thing: Any) -> bool:
-    """Whether an object's class comes with Lightning, or with this package."""
-    mine = __name__.partition(".")[0]
-    packages = {mine, *(package.partition(".")[0] for tree in TREES for package in (tree.package, tree.fabric))}
-    return type(thing).__module__.partition(".")[0] in packages
 
 
 def tree_of(thing: Any, trees: tuple[Tree, ...] = TREES) -> Tree:

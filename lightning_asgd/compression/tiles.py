@@ -7,8 +7,8 @@ Departures:
     A tile is 4,096 consecutive values of a shard, and not 64 x 64 values of a matrix: servers know no matrices.
     Magnitudes are compared by their first twelve binary digits. The two bits are the sign, and whether the magnitude is
     above the mean of the tile's sent magnitudes; each of these two classes is decoded as its own mean. The paper has
-    one table of values for a parameter. If a tile has fewer nonzero values than are
-    sent, its largest value is repeated.
+    one table of values for a parameter. If a tile has fewer nonzero values than are sent, its largest value is
+    repeated.
 """
 
 from __future__ import annotations

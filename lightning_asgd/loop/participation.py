@@ -253,7 +253,7 @@ class Participation:
         return {key: tensors[name] for key, name in found.items()}
 
     def _saved_with(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What ``state_dict()`` returns with these values in the module, for one that copies or converts tensors."""
+        """Call a ``state_dict()`` that copies or converts tensors, while the module has these values."""
         state = named_state(self._module)
         before = {name: state[name].detach().clone() for name in tensors}
         with torch.no_grad():
