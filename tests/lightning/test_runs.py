@@ -294,12 +294,12 @@ def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Pat
     served.start()
     try:
         address = address_of_run(tmp_path)
-        hold(tmp_path, "a")
+        hold(tmp_path, "a", "b")
         start("a", 0.05, 16)
         wait_until(lambda: Diary.read(tmp_path / "a.json") != [], 40, "training")
         start("b", 0.08, 40)
         wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "training with a second worker")
-        release(tmp_path, "a")
+        release(tmp_path, "a", "b")  # at once: neither of them trains alone
         for name, process in started.items():
             process.join(60)
             assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
