@@ -86,5 +86,6 @@ def _process_state() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
+        "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype()),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }

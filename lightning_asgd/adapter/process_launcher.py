@@ -6,6 +6,7 @@ Any worker may fail while the others continue, worker 0 too. The main process ta
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -32,7 +33,7 @@ from lightning_asgd.loop.training_job import STOP_S, TrainingJob, has_connected
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.transports import registry
+from lightning_asgd.transports import job_secret, registry
 
 __all__ = ["MultiProcessLauncher"]
 
@@ -100,6 +101,11 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         return Path(self._folder, "sent")
 
     @property
+    def _secret(self) -> Path:
+        """A file with the job's secret: a fork server that an earlier part of the program has started lacks it."""
+        return Path(self._folder, "secret")
+
+    @property
     def _sends_results(self) -> bool:
         """Whether this process is the worker that sends its results to the main process."""
         membership = idle_membership()
@@ -155,6 +161,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self.job.begin(surroundings_of(self.strategy.cluster_environment, 1), self.strategy.tree.say, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         supervisor.ensure_watch().remove_at_end(self._folder)
+        if self.start_method == "forkserver":
+            self._secret.write_text(json.dumps(job_secret.variables()))
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
             self._report_losses()
@@ -201,6 +209,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
         _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
+        if self.start_method == "forkserver":
+            os.environ.update(json.loads(self._secret.read_text()))
         rank_variables.note_main(os.getppid())
         with rank_variables.owning():
             os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_asgd.environment import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.processes import placed_servers, rank_variables
 from lightning_asgd.processes.returned_host import Moved, Signpost
@@ -148,12 +149,20 @@ def check_port(given: str | None, num_nodes: int, *, by_hand: bool) -> None:
 def hosted_at(kind: TransportKind, address: tuple[str, int], timeout_s: float, *, again: bool) -> Rendezvous:
     """The rendezvous that this process hosts at an address, or found there: torchrun's agent may host the store.
 
-    Hosts it ``again`` if it has given it up meanwhile.
+    Hosts it ``again`` if it has given it up meanwhile. Raises a ``LaunchError`` if ``LIGHTNING_ASGD_SECRET`` has
+    changed since: the servers of earlier jobs, which later ones use too, know the earlier secret only.
     """
     if address not in _hosted:
         again = again and not agent_hosts()
         _hosted[address] = kind.host_rendezvous(*address) if again else Rendezvous.connect(*address, timeout_s)
-    return _hosted[address]
+    found = _hosted[address]
+    if found.secret != os.environ.get(SECRET_ENV):
+        raise LaunchError(
+            f"{SECRET_ENV} has changed since an earlier job of this process, whose servers run on and know the earlier "
+            "secret only. Expected one secret for all jobs of a process. Set it before the first of them, leave it as "
+            "it is afterwards, or start another process for a job with another secret."
+        )
+    return found
 
 
 def agent_hosts() -> bool:

@@ -188,7 +188,7 @@ def server_process() -> Iterator[ServerProcess]:
 
 
 def _forget_variables(before: set[str]) -> None:
-    for variable in set(os.environ) - before:  # the secret: what this process starts later has its own
+    for variable in set(os.environ) - before:  # the secret: a measurement leaves the environment as it was
         del os.environ[variable]
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from lightning_asgd.environment import SECRET_ENV
 
-__all__ = ["given", "key_for", "provide", "seal", "treat_as_given", "unseal"]
+__all__ = ["given", "key_for", "provide", "seal", "treat_as_given", "unseal", "variables"]
 
 _OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
+_own: str | None = None  # the same: servers outlive a job, and a program may restore its environment between two jobs
 
 LARGEST_ENTRY = 1 << 16  # bytes; a server's last output is the longest thing that is published
 
@@ -39,10 +40,12 @@ def provide(*, one_machine: bool) -> None:
 
     For a job on several machines it is withdrawn: the other machines' processes do not know it.
     """
+    global _own
     if not one_machine and given() is None:
         os.environ.pop(SECRET_ENV, None)
     elif one_machine and SECRET_ENV not in os.environ:
-        os.environ[SECRET_ENV] = os.environ.setdefault(_OWN_ENV, secrets.token_hex(32))
+        _own = os.environ.get(_OWN_ENV) or _own or secrets.token_hex(32)
+        os.environ[SECRET_ENV] = os.environ[_OWN_ENV] = _own
 
 
 def given() -> str | None:
@@ -55,6 +58,11 @@ def treat_as_given() -> Callable[[], None]:
     """Make :func:`given` return the job's own secret, too. Calling the returned function undoes this."""
     own = os.environ.pop(_OWN_ENV, None)
     return lambda: None if own is None else os.environ.__setitem__(_OWN_ENV, own)
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that a process needs that does not inherit them, such as a fork server's child."""
+    return {name: os.environ[name] for name in (SECRET_ENV, _OWN_ENV) if name in os.environ}
 
 
 def seal(key: str, value: Any, secret: str | None) -> str:

@@ -46,8 +46,9 @@ _SAME_SECRET = (
 class Rendezvous(AbstractContextManager["Rendezvous"]):
     """The entries of a job or run, and their address. Use :meth:`host` or :meth:`connect`."""
 
-    def __init__(self, store: EntryStore) -> None:
+    def __init__(self, store: EntryStore, secret: str | None = None) -> None:
         self._store = store
+        self.secret = secret
         self.address = store.address
         self.longer = "raise timeouts.start_s"
         """What gives processes more time to start, for an error."""
@@ -62,10 +63,10 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """
         secret = os.environ.get(SECRET_ENV)
         try:
-            made = cls(store(host, port, secret))
+            made = cls(store(host, port, secret), secret)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and (mine := TorchStore.of_this_process(host, port, secret)) is not None:
-                return cls(mine)
+                return cls(mine, secret)
             raise LaunchError(
                 f"Cannot listen on {joined(host, port)}: {error}. Expected a free port on an address of this machine. "
                 "Set MASTER_ADDR to this machine's address and MASTER_PORT to a free port, the same on all machines."
@@ -92,7 +93,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         expected = transport == "zmq" or (elsewhere and secret is not None)
         greeting_s = _EXPECTED_GREETING_S if expected else _GREETING_S
         try:
-            return cls(_reach(host, port, secret, timeout_s, greeting_s))
+            return cls(_reach(host, port, secret, timeout_s, greeting_s), secret)
         except LaunchError:
             raise
         except (OSError, RuntimeError) as error:

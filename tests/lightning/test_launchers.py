@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter import launchers
+from lightning_asgd.environment import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.programs import environment
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
@@ -127,7 +129,11 @@ def test_a_users_subclass(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # every process imports everything anew
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_spawned_workers(tmp_path: Path, start_method: str) -> None:
+def test_spawned_workers(tmp_path: Path, start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (SECRET_ENV, "LIGHTNING_ASGD_OWN_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    if start_method == "forkserver":
+        forkserver.ensure_running()  # whose environment has no secret
     module = Regression()
     run = trainer(
         tmp_path, ASGDStrategy(nsync=3, start_method=start_method), callbacks=[Recorder(tmp_path)], max_epochs=1

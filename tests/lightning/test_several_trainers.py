@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch
 import pytest
@@ -11,7 +13,8 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.environment import SECRET_ENV
+from lightning_asgd.errors import ConfigurationError, LaunchError
 from tests.lightning.models import digest, loader
 from tests.lightning.test_neighbours import check, run
 
@@ -115,6 +118,23 @@ def test_the_strategy_of_a_trainer_that_runs_is_not_taken(tmp_path: Path, tree: 
     fit = make(tree, strategy, tmp_path, callbacks=[Steals()])
     fit.fit(module_of(tree), loader(64))
     assert fit.strategy is strategy
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_the_environment_may_be_restored_between_two_fits_and_the_secret_may_not_change(
+    tmp_path: Path, transport: str
+) -> None:
+    strategy = ASGDStrategy(nsync=2, transport=transport)
+    for _ in range(2):
+        with mock.patch.dict(os.environ):  # what test suites do, Lightning's among them
+            for name in (SECRET_ENV, "LIGHTNING_ASGD_OWN_SECRET"):
+                os.environ.pop(name, None)
+            make(pl, strategy, tmp_path).fit(module_of(pl), loader(64))
+            assert strategy.stats.steps == 8
+    refused = pytest.raises(LaunchError, match=f"{SECRET_ENV} has changed since an earlier job")
+    with mock.patch.dict(os.environ, {SECRET_ENV: "another that is long enough"}), refused:
+        make(pl, strategy, tmp_path).fit(module_of(pl), loader(64))
+    make(pl, strategy, tmp_path).fit(module_of(pl), loader(64))
 
 
 @pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])

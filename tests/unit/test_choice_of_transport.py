@@ -7,6 +7,7 @@ import os
 import socket
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
@@ -83,6 +84,18 @@ def test_such_a_secret_is_not_used_for_a_later_job_on_several_machines(
     monkeypatch.setenv(SECRET_ENV, SECRET)
     kind.provide_secret(one_machine=False)
     assert os.environ[SECRET_ENV] == SECRET
+
+
+def test_a_process_keeps_its_secret_where_its_environment_is_restored_between_two_jobs() -> None:
+    with mock.patch.dict(os.environ):
+        job_secret.provide(one_machine=True)
+        made = os.environ[SECRET_ENV]
+    with mock.patch.dict(os.environ):
+        os.environ.pop(SECRET_ENV, None)
+        os.environ.pop(OWN_ENV, None)
+        job_secret.provide(one_machine=True)
+        assert os.environ[SECRET_ENV] == made
+        assert job_secret.given() is None
 
 
 @pytest.mark.usefixtures("without_pyzmq")
