@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lightning_asgd.config import ExchangeConfig
 
-__all__ = ["Pace", "Schedule"]
+__all__ = ["Pace", "Schedule", "Turns"]
 
 _OVERHEAD = 0.025  # share of training time that exchanges may cost, as far as a worker can measure it
 _KEPT = 9  # exchanges in the window: odd, and enough for a median to ignore an outlier
@@ -51,6 +51,36 @@ class Pace:
         self.period = min(_MOST, max(1, math.ceil(max(hidden, cheap))))
 
 
+class Turns:
+    """The order in which a worker pushes its fragments in lock-step.
+
+    Workers with periods of their own would come to wait for each other's pushes of two fragments. In one order for all,
+    none waits for a push that comes after one that another worker waits for.
+    """
+
+    def __init__(self, fragments: int, config: ExchangeConfig) -> None:
+        self.fragments = fragments
+        self.stops = not config.overlap
+        """Whether the worker stops for each answer."""
+        self._config, self._ordered, self._next = config, fragments > 1 and config.algorithm.lockstep, 0
+
+    def lead(self, fragment: int) -> int:
+        """Steps by which a fragment's first exchange comes earlier than after ``nsync``."""
+        return self._config.npush * (self.fragments - 1 - fragment) // self.fragments
+
+    def holds(self, fragment: int) -> bool:
+        """Whether another fragment is pushed before this one."""
+        return self._ordered and fragment != self._next
+
+    def taken(self, fragment: int) -> None:
+        """Note that a fragment is pushed."""
+        self._next = (fragment + 1) % self.fragments
+
+    def restart(self, *, in_step: bool = True) -> None:
+        """Begin with the first fragment. A worker that is not in step with the others does not stop for answers."""
+        self._next, self.stops = 0, not self._config.overlap and (in_step or not self._ordered)
+
+
 class Schedule:
     """When a channel's next push and fetch are due, and how long an exchange takes.
 
@@ -58,12 +88,19 @@ class Schedule:
     the run; 0 if it does not.
     """
 
-    def __init__(self, config: ExchangeConfig, lead: int, given: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        config: ExchangeConfig,
+        lead: int,
+        given: Callable[[], int] = lambda: 0,
+        turns: Turns | None = None,
+        fragment: int = 0,
+    ) -> None:
         self.since_push = 0  # steps
         self.since_fetch = 0
         self.trip_s = 0.0  # expected duration of an exchange: the shorter of the latest two
         self.busy_s = 0.0  # spent on exchanges since the latest push began
-        self._config = config
+        self._config, self._turns, self._fragment = config, turns or Turns(1, config), fragment
         self._lead = self._first_lead = lead
         self._given = given
         self._latest_s = 0.0  # that the latest exchange took
@@ -86,6 +123,8 @@ class Schedule:
 
         ``more``: how many of these have not been taken yet.
         """
+        if self._turns.holds(self._fragment):
+            return False, False
         nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)
         period = self._config.algorithm.period
         return (
@@ -99,6 +138,7 @@ class Schedule:
         self.since_push = 0
         if not rest:
             self._lead = 0
+            self._turns.taken(self._fragment)
         if self._began is not None and now > self._began[1] and steps > self._began[0]:
             taken, seconds = steps - self._began[0], now - self._began[1]
             speed, step_s = taken / seconds, max(0.0, seconds - self.busy_s) / taken
@@ -119,6 +159,11 @@ class Schedule:
     def pause(self) -> None:
         """Leave a sync point, whose time counts for no step, and after which fragments take turns as at first."""
         self._began, self._lead = None, self._first_lead
+        self._turns.restart()
+
+    def rejoin(self) -> None:
+        """Rejoin, while the other workers may be at another fragment."""
+        self._turns.restart(in_step=False)
 
     def forget_trip(self) -> None:
         """Discount the latest duration: otherwise no exchange would follow a very long one."""

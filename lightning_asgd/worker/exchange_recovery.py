@@ -32,7 +32,7 @@ class ExchangeLog:
         self._waits = waits  # whether servers hold answers back until other workers have pushed
         self.seq = shards.client.pushed  # number of the latest push: of a process before this one, at first
         self.in_flight: InFlight | None = None  # the exchange whose answer is not merged yet
-        self.unapplied: Sequence[int] = ()  # servers that had not applied the latest push when this worker rejoined
+        self._unapplied: Sequence[int] = ()  # servers that had not applied the latest push when this worker rejoined
         self.pushed: list[Exchange] = []  # acknowledged pushes since the latest fetch
         # Of the weights fetched last: versions, the latest push of each worker in them, the epoch, ranges of its units.
         self.versions = [0 for _ in self._connection.servers]
@@ -74,7 +74,7 @@ class ExchangeLog:
 
     def rejoin(self) -> Waits:
         """Rejoin. Updates that were not applied are lost: other workers train those data."""
-        lost, self.unapplied = self.in_flight, ()
+        lost = self.in_flight
         restoring = bool(self._connection.being_restored)
         if not restoring:  # else it may have to start again with one more lost server
             self.in_flight = None
@@ -86,6 +86,7 @@ class ExchangeLog:
                     self._shards.replies(lost.futures)  # if server 0 took the push, all must
             for future in lost.futures:  # another server may still read the wire buffers
                 done_within(future, self._connection.timeout_s)
+            self._note_unapplied(lost)  # here too: what follows fails if another server is lost
         owed = self._owed(lost)
         self._client.must_rejoin, self.in_flight, self.pushed = False, None, []
         self._data.revoke()
@@ -96,8 +97,17 @@ class ExchangeLog:
                     self._replica.pack_again(server)
                 futures[server] = self._shards.repeat(server, messages[server])
                 self._connection.result(server, futures[server])
-        if lost is not None and lost.message.push:
-            self.unapplied = [s for s, future in enumerate(lost.futures) if self._has_not_applied(s, future)]
+        if lost is not None:
+            self._note_unapplied(lost)
+
+    def take_unapplied(self) -> Sequence[int]:
+        """Servers that had not applied the latest push when this worker rejoined; once."""
+        unapplied, self._unapplied = self._unapplied, ()
+        return unapplied
+
+    def _note_unapplied(self, lost: InFlight) -> None:
+        if lost.message.push:
+            self._unapplied = [s for s, future in enumerate(lost.futures) if self._has_not_applied(s, future)]
 
     def _has_not_applied(self, server: int, future: Future[Any]) -> bool:
         """Whether a server has rejected a push, since it had excluded this worker or because of its values."""

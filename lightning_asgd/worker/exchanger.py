@@ -27,7 +27,7 @@ from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.stats import ExchangeStats, Verdict
-from lightning_asgd.worker.exchange_period import Schedule
+from lightning_asgd.worker.exchange_period import Schedule, Turns
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import InFlight, ShardClient, restore_shards
@@ -61,20 +61,19 @@ class Channel:
         replica: Replica,
         config: ExchangeConfig,
         training: Training,
-        fragments: int,
+        turns: Turns,
         clock: Callable[[], float],
     ) -> None:
         self.shards, self.replica = shards, replica
         self.log = ExchangeLog(shards, replica, training.data, waits=config.algorithm.waits)
-        # Fragments take turns: the first exchange comes that many steps earlier than after ``nsync``.
-        lead = config.npush * (fragments - 1 - shards.fragment) // fragments
-        self.schedule = Schedule(config, lead, training.period)
+        lead = turns.lead(shards.fragment)
+        self.turns, self.schedule = turns, Schedule(config, lead, training.period, turns, shards.fragment)
         self.leaving: InFlight | None = None  # the exchange that is sent once the device has copied it
         self.stats = ExchangeStats()  # of all channels; set by the exchanger
         self.moved = False  # whether steps were taken since the last :meth:`fetch`
         self.caught_up: Held = ("", ())
         self._algorithm, self._training = config.algorithm, training
-        self._whole = fragments == 1
+        self._whole = turns.fragments == 1
         self.come_back: Callable[[], Waits] = self.rejoin  # also of the other fragments; set by the exchanger
         self._alone = shards.connection.world_size == 1  # no other worker has changed the weights fetched last
         self._clock = clock
@@ -203,9 +202,10 @@ class Channel:
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=push, fetched=fetch)
+        if unapplied := [s for s, r in enumerate(replies) if r.verdict in (Verdict.REFUSED, Verdict.DROPPED)]:
+            self.shards.give_up(unapplied)
         if refused:
             self._forget_steps()
-            self.shards.give_up([s for s, r in enumerate(replies) if r.verdict is Verdict.REFUSED])
             if not fetch or self._algorithm.answer is not Answer.WEIGHTS:
                 yield from self.fetch()
             self._training.on_refused()
@@ -230,7 +230,8 @@ class Channel:
         self.leaving = None
         yield from self.log.rejoin()
         self._forget_steps()
-        self.shards.give_up(self.log.unapplied)
+        self.schedule.rejoin()
+        self.shards.give_up(self.log.take_unapplied())
         yield from self.fetch()
 
     def catch_up(self) -> dict[str, Tensor]:
@@ -292,13 +293,13 @@ class Exchanger:
         training = training or Training()
         self.layout = layout
         self.client = parts[0][0].client
-        self.channels = [Channel(shards, replica, config, training, len(parts), clock) for shards, replica in parts]
+        turns = Turns(len(parts), config)
+        self.channels = [Channel(shards, replica, config, training, turns, clock) for shards, replica in parts]
         self.stats = ExchangeStats()
         self._connection = self.client.connection
         for channel in self.channels:
             channel.come_back = self.come_back
         self.constants = b""  # digest of the tensors that are not exchanged, as they were when this worker began
-        self._config = config
         self._algorithm = config.algorithm
         # Where servers hold answers back, a worker must not run ahead.
         self._max_offline_steps = 0 if config.algorithm.lockstep else config.max_offline_steps
@@ -391,7 +392,7 @@ class Exchanger:
                 continue  # the flush would wait for it, and the sync point would replace its answer at once
             self._data.ask_ahead(schedule.trip_s)
             channel.start(push=push, fetch=fetch)
-            if not self._config.overlap:
+            if channel.turns.stops:
                 yield from channel.finish()
 
     # ------------------------------------------------------------------ sync points
