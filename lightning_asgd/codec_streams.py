@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_asgd.compression.codes import Int8
 from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.layout import Groups, Role
-from lightning_asgd.numerics import is_finite
+from lightning_asgd.numerics import MAX_UPDATE, is_finite, largest
 
 __all__ = ["CodecState", "Coded", "SyncPointCodec", "Updates", "Weights", "is_coded", "streams"]
 
@@ -41,18 +41,21 @@ class _Int16(Int8):
 
 
 class Updates:
-    """A stream of updates. What the code loses of one is added to the next."""
+    """A stream of updates. What the code loses of one is added to the next.
 
-    def __init__(self, compression: Compression, groups: Groups) -> None:
-        self.compression = compression
+    ``kept`` is the part of a pushed update that stays in the worker's weights: its next update holds it again.
+    """
+
+    def __init__(self, compression: Compression, groups: Groups, kept: float = 0.0) -> None:
+        self.compression, self._kept = compression, kept
         self._coded = [is_coded(role, dtype) for role, dtype, _ in groups]
         self._residual: dict[int, Tensor] = {}
         self._before: dict[int, Tensor] = {}  # the residuals before the latest update
 
     def encode(self, buffers: Sequence[Tensor]) -> tuple[Coded, ...]:
         """Code an update, one tensor per group; those that are coded are overwritten."""
-        if not all(is_finite(buffer) for buffer in buffers):
-            self._before.clear()  # the servers will reject it
+        if not all(largest(b) <= MAX_UPDATE if c else is_finite(b) for b, c in zip(buffers, self._coded, strict=True)):
+            self._before.clear()  # the servers judge it as it is: a code may clamp it
             return tuple(buffers)
         return tuple(self._encode(i, b) if self._coded[i] else b for i, b in enumerate(buffers))
 
@@ -73,6 +76,8 @@ class Updates:
         coded = self.compression.encode(buffer)
         self.compression.decode(coded, after)
         torch.sub(buffer, after, out=after)
+        if self._kept:
+            after.mul_(1 - self._kept).add_(before, alpha=self._kept * self.compression.decay)
         self._residual[group], self._before[group] = after, before
         return coded
 
@@ -101,7 +106,7 @@ class Weights:
 
     def _encode(self, group: int, weights: Tensor, full: bool) -> Coded:
         if not self.compression.differences:
-            return weights if full else self.compression.encode(weights)
+            return self.compression.encode(weights) if not full and self.compression.holds(weights) else weights
         known = self._known.get(group)
         if known is None or full:
             self._known[group] = weights.clone()
@@ -212,17 +217,17 @@ class CodecState(NamedTuple):
     common: SyncPointCodec
 
     @classmethod
-    def of(cls, compression: Compression, groups: Groups) -> CodecState:
-        """New ones."""
-        return cls(Updates(compression, groups), Weights(compression.downward, groups), SyncPointCodec(groups))
+    def of(cls, compression: Compression, groups: Groups, kept: float = 0.0) -> CodecState:
+        """New ones; for ``kept`` see :class:`Updates`."""
+        return cls(Updates(compression, groups, kept), Weights(compression.downward, groups), SyncPointCodec(groups))
 
 
 def streams(
-    compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool]
+    compression: Compression | None, shards: Sequence[Groups], shared: Sequence[bool], kept: float = 0.0
 ) -> list[CodecState | None]:
     """A worker's codec state per server; None where nothing is compressed, or memory is shared."""
     return [
-        None if compression is None or here else CodecState.of(compression, groups)
+        None if compression is None or here else CodecState.of(compression, groups, kept)
         for groups, here in zip(shards, shared, strict=True)
     ]
 

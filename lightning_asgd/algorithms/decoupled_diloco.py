@@ -32,12 +32,13 @@ Departures:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lightning_asgd.algorithms.base import Table, Transform
 from lightning_asgd.algorithms.diloco import InFragments
 from lightning_asgd.algorithms.merging import RadialDirectional
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import at_least, between, whole
 
 __all__ = ["DecoupledDiLoCo", "Quorum"]
@@ -105,7 +106,8 @@ class DecoupledDiLoCo(InFragments):
     Args:
         lr: the outer learning rate.
         momentum: the outer momentum *B*, or ``"capped"``; the paper has 0.9.
-        parts: *P*, fragments of the module; the paper has 24. Parameters are assigned to the fragments in turn.
+        parts: *P*, fragments of the module; the paper has 24. Each parameter, the largest first, goes to the fragment
+            that is the smallest then. The paper has embeddings apart.
         alpha: the part of its own weights that a worker keeps when it mixes in a reply.
         quorum: *K*, workers that must have pushed; None for half of those that train. The paper has 1 in most runs.
         grace: :math:`\gamma`, the part of the time that the overlap leaves, for which servers wait for the others.
@@ -126,8 +128,14 @@ class DecoupledDiLoCo(InFragments):
         whole("DecoupledDiLoCo(parts)", self.parts, 1)
         if self.quorum is not None:
             whole("DecoupledDiLoCo(quorum)", self.quorum, 1)
-        given = [t for t in self.transforms if not isinstance(t, Quorum)]  # its arguments say which
+        unset = (self.quorum, self.grace) == (None, 1.0)
+        for each in (t for t in self.transforms if isinstance(t, Quorum)):  # a copy of this rule has the one it made
+            if unset and replace(each, overlap=1.0) != Quorum():
+                raise ConfigurationError(
+                    f"DecoupledDiLoCo(transforms) holds {each!r}. Expected the arguments quorum and grace instead, "
+                    f"such as DecoupledDiLoCo(quorum={each.least}, grace={each.grace:g}): the rule makes its own."
+                )
+        given = [t for t in self.transforms if not isinstance(t, Quorum)]
         merges = [] if any(isinstance(t, RadialDirectional) for t in given) else [RadialDirectional()]
-        quorum = Quorum(self.quorum, self.grace, 1 / self.parts)
-        object.__setattr__(self, "transforms", (*given, *merges, quorum))
+        object.__setattr__(self, "transforms", (*given, *merges, Quorum(self.quorum, self.grace, 1 / self.parts)))
         super().__post_init__()

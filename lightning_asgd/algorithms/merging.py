@@ -37,7 +37,8 @@ class RadialDirectional(Transform):
         A. Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv 2604.21428, appendix D.
 
     Departures:
-        A tensor whose scalars lie on two servers counts as two.
+        A tensor whose scalars lie on two servers counts as two. Tensors of one value, such as a bias of one output, are
+        averaged: two workers' directions there are equal or cancel, and would leave such a value as it is.
     """
 
     averaged: Sequence[str] = ("embed", "wte", "wpe", "lm_head")
@@ -57,13 +58,13 @@ class RadialDirectional(Transform):
     def change(self, update: Tensor, weights: Tensor, slots: dict[str, Tensor], push: Push) -> None:
         """See :class:`Transform`: make it a direction, and add its length up."""
         length = _length(update)
-        if length > 0 and not self._averages(push):
+        if length > 0 and not self._averages(push, update):
             slots["length"] += push.scale * length
             update.div_(length)
 
     def merge(self, mean: Tensor, slots: dict[str, Tensor], push: Push) -> None:
         """See :class:`Transform`."""
-        if self._averages(push):
+        if self._averages(push, mean):
             return
         length, size = float(slots["length"]) / push.scale, _length(mean)
         slots["length"].zero_()
@@ -73,8 +74,8 @@ class RadialDirectional(Transform):
         """See :class:`Transform`."""
         slots["length"].zero_()
 
-    def _averages(self, push: Push) -> bool:
-        return any(part in push.tensor for part in self.averaged)
+    def _averages(self, push: Push, tensor: Tensor) -> bool:
+        return tensor.numel() == 1 or any(part in push.tensor for part in self.averaged)
 
 
 def _length(vector: Tensor) -> float:

@@ -50,7 +50,8 @@ class SparseLoCo(Algorithm):
 
     State:
         none beside the weights, but a lost server cannot be restored from the workers' copies. Workers keep two
-        vectors: the residual, and a copy from before the latest push in case that is refused.
+        vectors: the residual, and a copy from before the latest push in case that is refused. A checkpoint holds no
+        residual, and a worker that leaves takes its own with it.
 
     Staleness:
         ignored, as by :class:`ASGD`.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_asgd.compression.vector_code import Compression, check_lengths
 from lightning_asgd.errors import ConfigurationError, ProtocolError
+from lightning_asgd.numerics import largest
 from lightning_asgd.validation import between, whole
 
 __all__ = ["Cast", "Int8", "TopK"]
@@ -46,6 +47,10 @@ class Cast(Compression):
     def factor(self) -> float:
         """See :class:`Compression`."""
         return 2.0
+
+    def holds(self, values: Tensor) -> bool:
+        """See :class:`Compression`."""
+        return self.dtype != "float16" or largest(values) <= torch.finfo(torch.float16).max
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """See :class:`Compression`."""

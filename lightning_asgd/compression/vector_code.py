@@ -34,6 +34,10 @@ class Compression(Configurable):
         """The code for weights that servers send. These have no error feedback, so it must be more accurate."""
         return self
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether values of this size can be coded without being clamped."""
+        return True
+
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
         """Code a vector.
 

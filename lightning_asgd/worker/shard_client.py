@@ -92,7 +92,7 @@ class ShardClient:
         futures = [connection.post(s, messages[s]) for s in connection.servers if s != COORDINATOR]
         others = [bool(connection.result(s, future)) for s, future in enumerate(futures, COORDINATOR + 1)]
         seen = [first_seen, *others]
-        self._codes = streams(compression, wholes, seen)
+        self._codes = streams(compression, wholes, seen, algorithm.mix or 0.0)
         return seen
 
     def allocate(self, server: int, shared: SharedRef | None) -> bool:

@@ -19,7 +19,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import Layout, Role, build_layout, dense
+from lightning_asgd.layout import Layout, Role, build_layout, dense, nbytes_of
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
@@ -107,6 +107,15 @@ def set_up(
             one_machine=_on_one_machine(collectives),
         )
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
+    if len(parts) < algorithm.fragments:
+        log.warning(
+            "%s exchanges the module in %d fragments, and its constants are for parts=%d: a parameter is not divided. "
+            "Set parts=%d.",
+            type(algorithm).__name__,
+            len(parts),
+            algorithm.fragments,
+            len(parts),
+        )
     code = config.compression
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
@@ -165,15 +174,22 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
 
 
 def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
-    groups = [group for part in parts for group in part.shard(0)]
-    if code is not None and not any(is_coded(role, dtype) for role, dtype, _ in groups):
-        trained = [group for group in groups if group[0] in (Role.PARAMETER, Role.ROWS)]
-        found = sorted({dtype if role is Role.PARAMETER else "tables of rows" for role, dtype, _ in trained})
+    if code is None:
+        return
+    sizes = {True: 0, False: 0}  # bytes, by whether they are coded
+    others = set()
+    for role, dtype, number in (group for part in parts for group in part.shard(0)):
+        coded = is_coded(role, dtype)
+        sizes[coded] += nbytes_of(((role, dtype, number),))
+        if not coded and role in (Role.PARAMETER, Role.ROWS):
+            others.add(dtype if role is Role.PARAMETER else "tables of rows")
+    if others and sizes[True] < sizes[False]:
         log.warning(
-            "compression=%r has no effect: it compresses parameters in float32, as with precision='bf16-mixed', or in "
-            "float64, and finds %s.",
+            "compression=%r %s: it compresses parameters in float32, as with precision='bf16-mixed', or in float64, "
+            "and finds %s.",
             code,
-            ", ".join(found),
+            "compresses less than half of the weights" if sizes[True] else "has no effect",
+            ", ".join(sorted(others)),
         )
 
 

@@ -16,6 +16,7 @@ from lightning_asgd.algorithms import (
     EASGD,
     DecoupledDiLoCo,
     Downpour,
+    DropStale,
     LocalSGD,
     SoftSync,
     StaleSynchronous,
@@ -1219,6 +1220,25 @@ def test_what_a_code_keeps_back_for_a_server_survives_the_refusal_of_another_one
 
     change, weights = trained_with_4_bits(be_refused)
     assert torch.allclose(weights[250:], change[250:], atol=0.02)
+
+
+def test_what_a_code_keeps_back_survives_a_push_that_a_transform_drops() -> None:
+    settings = {"nsync": 1, "algorithm": ASGD("sum", transforms=[DropStale(2)]), "compression": "4bit"}
+    cluster = Cluster(1, 2)
+    workers = [Worker(cluster, rank, [0.0] * 500, **settings) for rank in range(2)]
+    change = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    workers[0].step(change)
+    run(workers[0].exchanger.advance())
+    for _ in range(2):
+        workers[1].step(0.0)
+        run(workers[1].exchanger.advance())
+    workers[0].step(3 * change)  # two versions old
+    run(workers[0].exchanger.advance())
+    assert cluster.counts("dropped") == [1]
+    for _ in range(40):
+        workers[0].step(0.0)
+    run(workers[0].exchanger.flush())
+    assert torch.allclose(workers[0].exchanger.peek()["w"], change, atol=0.02)
 
 
 def test_what_a_code_keeps_back_survives_that_a_worker_was_away() -> None:

@@ -101,6 +101,36 @@ def test_an_update_that_is_not_finite_is_sent_as_it_is_and_spoils_nothing() -> N
     assert torch.equal(out, decoded(Int8(), vector(seed=1) + lost))
 
 
+@pytest.mark.parametrize("code", [Cast("float16"), TopK(), find_compression("1bit")], ids=str)
+def test_an_update_that_servers_reject_is_sent_as_it_is(code: Compression) -> None:
+    stream, spike = Updates(code, [(Role.PARAMETER, "float32", 400)]), torch.zeros(400)
+    spike[7] = 1e20
+    (sent,) = stream.encode([spike])
+    assert sent is spike  # a code would clamp it, and servers apply what is left of it
+
+
+def test_weights_beyond_float16_are_sent_whole() -> None:
+    stream = Weights(Cast("float16"), [(Role.PARAMETER, "float32", 2)])
+    (sent,) = stream.encode([torch.tensor([1.0, 7e4])])
+    assert sent.tolist() == [1.0, 7e4]
+    (sent,) = stream.encode([torch.tensor([1.0, 6e4])])
+    assert isinstance(sent, tuple)
+
+
+@pytest.mark.parametrize("code", [TopK(0.05), TopK(0.2)], ids=str)
+def test_what_a_worker_keeps_of_a_push_is_not_sent_twice(code: Compression) -> None:
+    """A worker that mixes keeps a part of what the code has lost in its weights, and pushes that part again."""
+    groups, kept = [(Role.PARAMETER, "float32", 300)], 0.5
+    worker, server = Updates(code, groups, kept), Updates(code, groups)
+    drift = torch.rand(300, generator=torch.Generator().manual_seed(0)) + 0.5
+    weights, held = torch.zeros(300), torch.zeros(300)
+    for step in range(400):
+        weights += drift if step < 100 else 0.0
+        held = held + server.decode(worker.encode([weights - held]), [torch.empty(300)])[0]
+        weights = torch.lerp(held, weights, kept)
+    assert torch.allclose(held, 100 * drift, rtol=0.01)
+
+
 def test_an_update_that_was_not_applied_is_taken_back() -> None:
     stream, other, out = Updates(Int2(), GROUPS[:1]), Updates(Int2(), GROUPS[:1]), [torch.empty(1000)]
     for seed in range(3):

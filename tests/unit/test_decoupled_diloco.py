@@ -53,6 +53,10 @@ def test_pushes_that_cancel_give_nothing() -> None:
     assert torch.equal(merged([torch.zeros(3), torch.zeros(3)]), torch.zeros(3))
 
 
+def test_tensors_of_one_value_are_averaged() -> None:
+    assert merged([torch.tensor([3.0]), torch.tensor([-1.0])]).item() == 1.0
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "wte.weight"])
 def test_embeddings_are_averaged(name: str) -> None:
     torch.testing.assert_close(merged([torch.tensor([2.0, 0.0]), torch.tensor([0.0, 2.0])], tensor=name), torch.ones(2))
@@ -131,6 +135,8 @@ def test_its_transforms_follow_from_its_arguments() -> None:
     assert dataclasses.replace(rule, quorum=1, parts=4).transforms[-1] == Quorum(1, 0.5, 0.25)
     assert rule.waits
     assert not rule.lockstep
+    with pytest.raises(ConfigurationError, match=r"such as DecoupledDiLoCo\(quorum=3, grace=0\)"):
+        DecoupledDiLoCo(transforms=[Quorum(3, grace=0.0)])  # it was replaced by one of half the workers
     assert DiLoCo().lockstep
 
 
