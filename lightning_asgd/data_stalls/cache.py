@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are read from storage once, as long as there is room for them.
 
     All processes of this user on this machine whose sources pickle to the same bytes share one cache: a job's workers,
-    their loader processes, other jobs that train on the same data. Such a process compares the first sample that it
-    takes with what it reads itself. A source that cannot be pickled, or whose pickle differs from process to process,
-    as that of a set of texts does, needs a ``name``; without one only loader processes share its cache.
+    their loader processes, other jobs that train on the same data. If a source holds a relative path of something
+    that exists, they must have the same working directory too. A process that finds a cache compares a sample with
+    what it reads itself, before it takes one from there or adds one to others. A source that cannot be pickled, or
+    whose pickle differs from process to process, as that of a set of texts does, needs a ``name``; without one only
+    loader processes share its cache. Samples that a source has gained since are read every time.
 
     Args:
         source: what reads: ``source[i]`` is a sample as it is stored, such as a file's bytes. Samples are kept
@@ -39,7 +42,8 @@ class CachedDataset(Dataset[Any]):
             nothing.
         partitioned: in a job on several machines, every machine keeps a part, and asks the others for theirs: together
             they hold ``limit_bytes`` times their number. Needs ``transport="zmq"``.
-        name: processes whose data sets have the same one share a cache, instead of those whose sources pickle alike.
+        name: processes whose data sets have the same one share a cache, instead of those whose sources pickle alike;
+            in any working directory.
 
     Raises:
         ConfigurationError: the source has no length, or a limit is below 1.
@@ -66,13 +70,13 @@ class CachedDataset(Dataset[Any]):
         self.source = source
         self.prepare = prepare
         self.partitioned = partitioned
-        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(name or source))
+        self.cache: SampleCache | None = SampleCache(len(source), int(limit_bytes), _name_of(source, name))
         self.peers: PeerCaches | None = None
         self._compares = self.cache.found
 
     def __getstate__(self) -> dict[str, Any]:
-        """The same bytes in every process that has this data: the receiver compares its first sample."""
-        return {**vars(self), "_compares": True}
+        """The same bytes in every process that has this data: the receiver compares, unless this one starts it."""
+        return {**vars(self), "_compares": self._compares or get_spawning_popen() is None}
 
     def __len__(self) -> int:
         """How many samples there are."""
@@ -104,28 +108,37 @@ class CachedDataset(Dataset[Any]):
     def _held(self, indices: list[int]) -> dict[int, bytes]:
         if self.cache is None:
             return {}
-        held = {index: sample for index in indices if (sample := self.cache.get(index)) is not None}
+        known = [index for index in indices if index < self.cache.samples]  # the source may have grown
+        held = {index: sample for index in known if (sample := self.cache.get(index)) is not None}
         if self.peers is not None:
-            held |= self.peers.get(index for index in indices if index not in held)
-        if held and self._compares:
-            self._compares = False
-            index, sample = next(iter(held.items()))
-            if not _equal(pickle.loads(sample), self.source[index]):
-                log.warning(
-                    "Sample %d of %s is not what another process has kept of the same data: it is random, or the "
-                    "program has changed. Expected the same sample in every process. This process reads all of its "
-                    "samples from storage.",
-                    index,
-                    type(self.source).__name__,
-                )
-                self.cache = self.peers = None
-                return {}
+            held |= self.peers.get(index for index in known if index not in held)
+        if held and self._compares and not self._fits(*next(iter(held.items()))):
+            return {}
         return held
+
+    def _fits(self, index: int, sample: bytes) -> bool:
+        """Whether a sample that others have kept is what this process reads; if not, it shares no more."""
+        self._compares = False
+        if _equal(pickle.loads(sample), self.source[index]):
+            return True
+        log.warning(
+            "Sample %d of %s is not what another process has kept of the same data: it is random, or the "
+            "program has changed. Expected the same sample in every process. This process reads all of its "
+            "samples from storage.",
+            index,
+            type(self.source).__name__,
+        )
+        self.cache = self.peers = None
+        return False
 
     def _keep(self, samples: dict[int, Any]) -> None:
         if self.cache is None or not samples:
             return
-        kept = {index: _pickled(sample) for index, sample in samples.items()}
+        # Its maker compares nothing: it would train on what this process puts there.
+        held = self.cache.first() if self._compares and self.cache.found else None
+        if held is not None and not self._fits(*held):
+            return
+        kept = {index: _pickled(sample) for index, sample in samples.items() if index < self.cache.samples}
         for index, sample in kept.items():
             if self.peers is None or self.peers.keeps(index):
                 self.cache.put(index, sample)
@@ -179,10 +192,10 @@ def _equal_leaves(one: Any, other: Any) -> bool:
         return True
 
 
-def _name_of(source: Any) -> str:
+def _name_of(source: Any, name: str) -> str:
     """What a source is called by all processes of this machine that have it; empty if that is not known."""
     try:
-        return name_of(source)
+        return name_of(name or source, anywhere=bool(name))
     except Exception as error:  # whatever a class raises
         log.info("%s cannot be pickled (%s): other processes do not share its cache.", type(source).__name__, error)
         return ""

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PosixPath
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ __all__ = ["NamedMemory", "name_of", "named_memory", "open_of"]
 _ENTRY = 8  # bytes of a number
 _PREFIX = "lightning-asgd "
 _PATIENCE_S = 10.0  # making or finding memory takes milliseconds
+_LOOKS = 1000  # at different texts that may be paths: each may be a question to a file server
 
 
 class NamedMemory:
@@ -135,8 +137,31 @@ def named_memory(name: str = "", numbers: int = 0, nbytes: int = 0) -> NamedMemo
 
 
 class _NamePickler(pickle.Pickler):
+    """Also notes whether the values depend on the working directory: whether they hold a relative path that exists."""
+
+    def __init__(self, file: Any, looks: int) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.relative = False
+        self._looks = looks  # at most
+        self._seen: set[str | bytes] = set()
+
+    def persistent_id(self, value: Any) -> None:
+        """Look at a value that may be a path, and have it pickled as usual."""
+        if self.relative or len(self._seen) >= self._looks:
+            return
+        if isinstance(value, str) or hasattr(type(value), "__fspath__"):
+            try:
+                path = os.fspath(value)
+            except Exception:  # whatever a class raises
+                return
+            if path and path not in self._seen:
+                self._seen.add(path)
+                self.relative = not os.path.isabs(path) and os.path.exists(path)
+
     def reducer_override(self, value: Any) -> Any:
-        """Of a tensor, what it holds: torch's pickles of equal tensors differ."""
+        """Of a tensor, what it holds: torch's pickles of equal tensors differ. A path as a whole, not its parts."""
+        if type(value) is PosixPath:
+            return PosixPath, (str(value),)
         if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu":
             flat = value.detach().contiguous().reshape(-1)
             return tuple, ((str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()),)
@@ -154,14 +179,18 @@ class _Digest:
         return memoryview(data).nbytes
 
 
-def name_of(*values: Any) -> str:
+def name_of(*values: Any, anywhere: bool = False) -> str:
     """A name that processes of this machine have in common exactly if these values pickle to the same bytes.
 
-    Raises what pickle raises.
+    If the values hold a relative path of something that exists, the processes must have the same working directory
+    too, unless ``anywhere``. Raises what pickle raises.
     """
     digest = _Digest()
+    pickler = _NamePickler(digest, 0 if anywhere else _LOOKS)
     # Processes in other network namespaces are on other machines.
-    _NamePickler(digest, protocol=pickle.HIGHEST_PROTOCOL).dump((host_identity(), *values))
+    pickler.dump((host_identity(), *values))
+    if pickler.relative:
+        digest.write(os.fsencode(os.getcwd()))
     return digest.hash.hexdigest()
 
 

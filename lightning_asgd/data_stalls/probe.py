@@ -117,10 +117,11 @@ def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], in
             f"DataLoader that makes batches of a map-style dataset."
         )
     batches = [list(batch) for batch in itertools.islice(sampler, steps + warm_up)]
-    if len(batches) < 2 * warm_up:
+    needed = max(1, 2 * warm_up)
+    if len(batches) < needed:
         raise ConfigurationError(
-            f"The loader gives {len(batches)} batches. Expected at least {2 * warm_up}: half of them are needed to "
-            f"warm up. Lower its batch size, its processes or the steps to warm up."
+            f"The loader gives {len(batches)} batches. Expected at least {needed}, {warm_up} of them to warm up. Give "
+            "it more samples, or lower its batch size, its processes or the steps to warm up."
         )
     return batches, warm_up
 

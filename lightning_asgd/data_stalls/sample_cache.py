@@ -62,16 +62,28 @@ class SampleCache:
         return int(self._numbers[1])
 
     def get(self, index: int) -> bytes | None:
-        """What was put there, None if nothing was kept."""
+        """What was put there, None if nothing was kept or the index is beyond ``samples``."""
+        if index >= self.samples:
+            return None
         end, size = self._entry(index)
         return self._memory.bytes[end - size : end] if end else None
 
+    def first(self) -> tuple[int, bytes] | None:
+        """The first sample that it holds, with its index; None if it holds none."""
+        for index in range(self.samples if len(self) else 0):
+            sample = self.get(index)
+            if sample is not None:
+                return index, sample
+        return None
+
     def put(self, index: int, sample: bytes) -> bool:
-        """Keep a sample if there is room for it.
+        """Keep a sample if there is room for it, and its index is below ``samples``.
 
         Returns:
             whether it is held.
         """
+        if index >= self.samples:
+            return False
         with self._memory.locked():
             if self._entry(index)[0]:
                 return True

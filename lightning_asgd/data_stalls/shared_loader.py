@@ -61,7 +61,7 @@ class SharedLoader:
         collate_fn: makes a batch of a list of samples; torch's own by default.
         patience_s: seconds for which programs wait for others.
         name: programs of this user find each other by it, together with the numbers above. By default they do so by
-            the pickled data set.
+            the pickled data set; and by the working directory, if the data set holds a relative path that exists.
         options: of the :class:`torch.utils.data.DataLoader` that makes this program's batches: ``num_workers``,
             ``prefetch_factor``, ``worker_init_fn``, ``multiprocessing_context``, ``timeout``.
 
@@ -385,10 +385,10 @@ def _name_of(dataset: Any, collate_fn: Any, name: str, settings: tuple[Any, ...]
             f"SharedLoader was given {type(dataset).__name__}. Expected a map-style dataset, with a length."
         )
     try:
-        return name_of(name or dataset, len(dataset), *settings, _identity(collate_fn))
+        return name_of(name or dataset, len(dataset), *settings, _identity(collate_fn), anywhere=bool(name))
     except Exception as error:  # whatever a class raises
         if name:
-            return name_of(name, len(dataset), *settings, getattr(collate_fn, "__qualname__", ""))
+            return name_of(name, len(dataset), *settings, getattr(collate_fn, "__qualname__", ""), anywhere=True)
         raise ConfigurationError(
             f"{type(dataset).__name__} or its collate_fn cannot be pickled: {error}. Expected that both can, or a "
             "name: programs find each other by it."

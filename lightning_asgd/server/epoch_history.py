@@ -148,7 +148,9 @@ class Epochs:
         over = ((0, epoch.numbers),) if epoch.number < self._latest else epoch.done
         epoch = replace(epoch, done=tuple(common(self._held.pop(epoch.key, over), 0, epoch.numbers)))
         self._latest = max(self._latest, epoch.number)
-        for number in sorted(self._known)[: max(0, len(self._known) + 1 - _KEPT)]:
+        # Only what is older: workers may be in a later epoch, though this one's worker has fallen behind.
+        older = sorted(number for number in self._known if number < epoch.number)
+        for number in older[: max(0, len(self._known) + 1 - _KEPT)]:
             del self._known[number]
         self._fresh.add(epoch.number)
         self._known[epoch.number] = leases_of(epoch, all_train=self._all_train, before=before, now=now)

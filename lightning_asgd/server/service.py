@@ -31,7 +31,6 @@ from lightning_asgd.protocol import (
     Join,
     Joined,
     LayerGradient,
-    LeaseGrant,
     LeaseRequest,
     Leave,
     LinkProbe,
@@ -420,17 +419,9 @@ class Service:
         for request, reply in due:
             if session is None or (request is not received and request not in self._pending):
                 continue  # it failed when the session ended
-            members = session.members
-            if isinstance(reply, Reply):
-                reply = replace(reply, weights=session.buffers.encode(request, reply))
-                if request.fetch:
-                    epoch, done = self.state.epochs.done
-                    reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
-                    reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
-                if begun is not None:
-                    reply = replace(reply, busy_s=self._clock() - begun)
-            elif isinstance(reply, LeaseGrant):
-                reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
+            reply = session.filled(request, reply, self.state.epochs)
+            if isinstance(reply, Reply) and begun is not None:
+                reply = replace(reply, busy_s=self._clock() - begun)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:

@@ -70,6 +70,15 @@ def test_the_latest_few_epochs_are_kept() -> None:
     assert [e.key for e in epochs.progress] == ["s/16", "s/17", "s/18", "s/19"]
 
 
+def test_an_epoch_that_is_opened_late_drops_none_that_is_newer() -> None:
+    """Another worker may be in each of them."""
+    epochs = opened("s/5", "s/6", "s/7", "s/8")
+    epochs.open(epoch("s/3"), 1, NOBODY, 0.0)
+    assert {e.key for e in epochs.progress} == {"s/3", "s/5", "s/6", "s/7", "s/8"}
+    epochs.open(epoch("s/9"), 0, NOBODY, 0.0)
+    assert {e.key for e in epochs.progress} == {"s/6", "s/7", "s/8", "s/9"}
+
+
 def test_a_claim_of_an_epoch_that_was_forgotten_and_one_of_none_are_told_apart() -> None:
     epochs = opened(*(f"s/{number}" for number in range(20)))
     with pytest.raises(WorkerAwayError, match="which is over"):
@@ -103,6 +112,12 @@ def test_what_the_restored_weights_hold_is_done_and_the_rest_is_still_its_worker
     epochs.applied("s/3", 0, 2)
     epochs.applied("s/3", 1, 1)
     assert epochs.done == ("s/3", ((0, 3),))
+
+
+def test_workers_that_report_six_epochs_all_go_on_in_theirs() -> None:
+    epochs = Epochs(all_train=True)
+    epochs.restore({worker: part(f"s/{worker}", (0, 1)) for worker in range(6)}, {})
+    assert [epochs.find(f"s/{worker}", worker).epoch.number for worker in range(6)] == [*range(6)]
 
 
 @pytest.mark.parametrize("held", [{}, {"s/3": ()}, {"s/4": ((0, 2),)}], ids=["nothing", "its own", "a later one's"])

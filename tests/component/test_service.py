@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, Barrier
+from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     PROTOCOL,
@@ -34,6 +35,7 @@ from lightning_asgd.protocol import (
     WorkerMetrics,
 )
 from lightning_asgd.server.service import Service
+from lightning_asgd.server.update_buffers import Buffers
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports import shared_memory
 from tests.helpers.cluster import summary
@@ -319,6 +321,38 @@ def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFix
     assert "This is a bug" in text
     assert isinstance(s.handle(fetch()), Reply)  # it serves on
     assert "Message Exchange failed" in caplog.text
+
+
+@pytest.mark.parametrize("worker", [0, 2], ids=["one that waits", "the last"])
+@pytest.mark.parametrize(
+    "error", [ValueError("no room"), ProtocolError("no room")], ids=lambda error: type(error).__name__
+)
+def test_a_reply_that_cannot_be_made_keeps_no_other_worker_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, worker: int, error: Exception
+) -> None:
+    """A round is answered at once: what fails for one worker fails that one."""
+
+    def encode(buffers: Buffers, message: Exchange, reply: Reply) -> Any:
+        if message.worker == worker:
+            raise error
+        return reply.weights
+
+    monkeypatch.setattr(Buffers, "encode", encode)
+    s = Service()
+    for rank in range(3):
+        s.handle(Join("s", rank, 3))
+    s.handle(InitShard("s", 0, GROUPS, ASGD("sum", transforms=[Barrier()]), (torch.zeros(3),)))
+    answers = [s.handle(replace(push(1, 3.0, rank), may_wait=True)) for rank in range(3)]
+    replies = [answer.wait() if isinstance(answer, Future) and answer.done() else answer for answer in answers]
+    kind, text = failure(replies.pop(worker))
+    assert "no room" in text
+    if isinstance(error, ProtocolError):
+        assert kind == "ProtocolError"
+    else:
+        assert kind == "ASGDError"
+        assert f"A server failed on the reply to worker {worker}'s Exchange" in text
+        assert f"Making the reply to worker {worker}'s Exchange failed" in caplog.text
+    assert [(reply.version, reply.weights[0].tolist()) for reply in replies] == [(1, [3.0] * 3)] * 2
 
 
 def test_weights_are_filled_once_and_versions_count_on() -> None:

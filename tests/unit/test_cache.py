@@ -4,7 +4,9 @@ import math
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_asgd.data_stalls import cache
 from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.data_stalls.named_memory import name_of
 from lightning_asgd.data_stalls.sample_cache import SampleCache
 from lightning_asgd.errors import ConfigurationError
 
@@ -166,10 +169,105 @@ def test_a_process_that_reads_other_samples_of_the_same_data_says_so_and_reads_t
 ) -> None:
     with in_another_process(f"test_cache.SHIFT = 1\n{FILL}") as filled:
         dataset = CachedDataset(Numbers(23), 9_999)
-        assert [dataset[i][0] for i in (22, 3, 4)] == [22, 3, 4]
+        assert [dataset[i][0] for i in (3, 22, 4)] == [3, 22, 4]
         assert dataset.cache is None
         filled.kill()
     assert "Sample 3 of Numbers is not what another process has kept" in caplog.text
+
+
+def test_a_process_that_finds_a_cache_compares_before_it_adds_a_sample(caplog: pytest.LogCaptureFixture) -> None:
+    """The maker compares nothing: it would train on what is added."""
+    with in_another_process(f"test_cache.SHIFT = 1\n{FILL}") as filled:
+        dataset = CachedDataset(Numbers(23), 9_999)
+        theirs = dataset.cache
+        assert theirs is not None
+        assert [dataset[i][0] for i in (22, 3)] == [22, 3]
+        assert dataset.cache is None
+        assert (len(theirs), theirs.get(22)) == (5, None)
+        filled.kill()
+    assert "Sample 0 of Numbers is not what another process has kept" in caplog.text
+
+
+def test_a_process_that_reads_the_same_adds_its_samples() -> None:
+    with in_another_process(FILL) as filled:
+        dataset = CachedDataset(Numbers(23), 9_999)
+        assert dataset[22][0] == 22
+        assert len(dataset.cache or ()) == 6
+        filled.kill()
+
+
+class Files:
+    """What is in a folder that is given in some way."""
+
+    def __init__(self, folder: Any) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return (Path(self.folder) / "sample").read_bytes()
+
+
+class Location:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+@pytest.mark.parametrize("kind", [str, Path, Location])
+@pytest.mark.parametrize(
+    ("folder", "name", "shares"),
+    [("data", "", False), ("{}/fold1/data", "", True), ("data", "data", True)],
+    ids=["relative", "absolute", "named"],
+)
+def test_jobs_in_two_folders_share_what_is_at_one_path_or_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, folder: str, name: str, shares: bool
+) -> None:
+    for fold in ("fold1", "fold2"):
+        (tmp_path / fold / "data").mkdir(parents=True)
+        (tmp_path / fold / "data" / "sample").write_text(fold)
+    monkeypatch.chdir(tmp_path / "fold1")
+    first = CachedDataset(Files(kind(folder.format(tmp_path))), 777, name=name)
+    assert first[0] == b"fold1"
+    monkeypatch.chdir(tmp_path / "fold2")
+    second = CachedDataset(Files(kind(folder.format(tmp_path))), 777, name=name)
+    assert len(second.cache or ()) == shares
+    assert second[0] == (b"fold1" if shares else b"fold2")
+
+
+def test_a_text_that_is_no_path_depends_on_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for fold in ("fold1", "fold2"):
+        (tmp_path / fold).mkdir()
+        monkeypatch.chdir(tmp_path / fold)
+        names.add(name_of(["train", "", "a" * 10_000, "\0"]))
+    assert len(names) == 1
+
+
+def test_samples_that_a_source_has_gained_are_read_every_time() -> None:
+    class Peers:
+        def get(self, indices: Iterable[int]) -> dict[int, bytes]:
+            asked.extend(indices)
+            return {}
+
+        def keeps(self, index: int) -> bool:
+            return True
+
+        def put(self, samples: dict[int, bytes]) -> None:
+            asked.extend(samples)
+
+    asked: list[int] = []
+    source = [b"zero", b"one"]
+    dataset = CachedDataset(source, 1_000)
+    dataset.ask(Peers())  # type: ignore[arg-type]
+    source.append(b"two")
+    assert dataset.__getitems__([2, 0, 2]) == [b"two", b"zero", b"two"]
+    assert asked == [0, 0], "other machines are asked for none that has no place there"
+    assert dataset.cache is not None
+    assert (dataset.cache.get(2), dataset.cache.put(2, b"two"), len(dataset.cache)) == (None, False, 1)
 
 
 def test_indices_count_from_the_end_and_end_where_the_data_do() -> None:

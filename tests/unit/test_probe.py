@@ -194,12 +194,19 @@ class Stream(IterableDataset[int]):
     [
         (DataLoader(Stream()), "DataLoader over Stream. Expected a DataLoader that makes batches of a map-style"),
         (DataLoader(Storage(), batch_size=None), "DataLoader over Storage. Expected a DataLoader that makes batches"),
-        (DataLoader(Storage(samples=3)), "gives 3 batches. Expected at least 10"),
+        (DataLoader(Storage(samples=3)), "gives 3 batches. Expected at least 10, 5 of them to warm up"),
     ],
 )
 def test_other_loaders_are_refused(loader: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         stalls(Net(), loader)
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    """It has samples, but not enough for a batch."""
+    empty: DataLoader[Any] = DataLoader(Storage(samples=1), batch_size=2, drop_last=True)
+    with pytest.raises(ConfigurationError, match=r"gives 0 batches. Expected at least 1, 0 of them to warm up"):
+        stalls(Net(), empty, warm_up=0)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

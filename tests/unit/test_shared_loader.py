@@ -211,10 +211,14 @@ def test_two_iterators_at_a_time_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_program_that_stops_before_its_first_batch_is_not_waited_for(tmp_path: Path) -> None:
-    loader = SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH, patience_s=0.2)
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+    loader = SharedLoader(Augmented(tmp_path), 2, batch_size=BATCH, patience_s=30)
+
+    def begin() -> None:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         next(iter(loader))
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
     assert len(list(SharedLoader(Augmented(tmp_path), 1, batch_size=BATCH))) == 15
 
 
@@ -326,6 +330,19 @@ def test_programs_whose_batches_are_made_in_other_ways_do_not_share_them(kind: i
     assert one == same != other
     plain = [name_of(shared_loader._identity(each)) for each in (torch.utils.data.default_collate, list, len)]
     assert len(set(plain)) == 3
+
+
+@pytest.mark.parametrize("name", ["", "data"])
+def test_programs_in_two_folders_share_a_loader_of_a_relative_path_only_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    found_by = set()
+    for fold in ("fold1", "fold2"):
+        (tmp_path / fold / "data").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / fold)
+        for collate in (list, Collator(threading.Lock())) if name else (list,):  # the second cannot be pickled
+            found_by.add(shared_loader._name_of(Augmented(Path("data")), collate, name, (1, False, False, 0)))
+    assert len(found_by) == 2, "one for each folder, or for each of the two ways to make a batch"
 
 
 def test_a_cached_data_set_has_the_same_name_in_every_process() -> None:
