@@ -38,7 +38,7 @@ class AsyncSGD(LoopControls):
 
     Args:
         module: what is trained, on its device.
-        optimizers: one or several. Of several, the last one takes the last step of a batch.
+        optimizers: one or several, in any order.
         schedulers: learning-rate schedulers, whose state a worker that joins later takes over from the others.
         server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``; of a run with
             several hosts theirs, with commas between them. The worker joins it at any time. None: what

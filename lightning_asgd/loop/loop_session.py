@@ -20,6 +20,7 @@ from lightning_asgd.loop.leased_pass import SharedData, Trainee
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
 from lightning_asgd.loop.signals import Interruptions
+from lightning_asgd.loop.step_rounds import Rounds
 from lightning_asgd.loop.weight_changes import WeightChanges
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
@@ -56,6 +57,7 @@ class LoopSession(Participation, Trainee):
         config, units = options.config, counter_of(options.units)
         super().__init__(module, membership, config, units, measure=False, late_steps=False)
         self._all_optimizers, self._all_schedulers = optimizers, schedulers
+        self._rounds = Rounds(len(optimizers))
         self.state, self._interruptions, self._changes = state, interruptions, WeightChanges(module)
         self.stops = False  # whether this worker is to train no more
         self._in_pass = self._in_batch = self._noted = False  # noted: that the present batch was trained
@@ -138,11 +140,10 @@ class LoopSession(Participation, Trainee):
         if self._flushes:
             return
         found_inf = getattr(optimizer, "found_inf", None)  # a GradScaler's, for an optimizer that skips steps itself
-        if found_inf is not None and found_inf.device.type == "cpu" and found_inf.item():
-            return
-        self.synchronizer.count_step(False if found_inf is None else found_inf)
-        self._units.step()
-        if not self._in_batch and optimizer is self._all_optimizers[-1]:  # the program has data of its own
+        if found_inf is None or found_inf.device.type != "cpu" or not found_inf.item():
+            self.synchronizer.count_step(False if found_inf is None else found_inf)
+            self._units.step()
+        if not self._in_batch and self._rounds.ends(optimizer):  # the program has data of its own
             self._advance()
 
     def count_batch(self, batch: Any) -> None:

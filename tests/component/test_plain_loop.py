@@ -561,6 +561,45 @@ def test_a_program_with_data_of_its_own_exchanges_after_its_steps(elastic: Run) 
     assert run_workers(2, work) == [[1.0] * SAMPLES] * 2
 
 
+def test_weights_change_after_the_last_step_of_a_round_whatever_the_order_of_the_list(elastic: Run) -> None:
+    both = threading.Barrier(2)
+
+    def work(rank: int) -> int:
+        gan = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+        g, d = (torch.optim.SGD(gan[name].parameters(), lr=0.1) for name in "gd")
+        with elastic.worker(gan, [g, d], nsync=1) as asgd:
+            for _ in range(5):
+                both.wait(10.0)
+                fake, before = gan["g"](torch.ones(3, 2)), [each.clone() for each in gan["g"].parameters()]
+                d.zero_grad()
+                gan["d"](fake.detach()).sum().backward()
+                d.step()
+                assert all(map(torch.equal, before, gan["g"].parameters()))  # the graph of `fake` is alive
+                g.zero_grad()
+                gan["d"](fake).sum().backward()
+                g.step()
+            return asgd.stats.exchanges
+
+    assert min(run_workers(2, work)) >= 4
+
+
+def test_a_skipped_step_closes_a_round_too(elastic: Run) -> None:
+    modules = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    a, b = (torch.optim.SGD(each.parameters(), lr=0.1, fused=True) for each in modules)
+    pushed = []
+    with elastic.worker(modules, [a, b], nsync=1) as asgd:
+        for number in range(4):
+            for module, optimizer in zip(modules, (a, b), strict=True):
+                optimizer.zero_grad()
+                module(torch.ones(1, 1)).sum().backward()
+                if optimizer is b and number > 1:
+                    b.found_inf = torch.ones(())  # as of a GradScaler whose optimizer skips steps itself
+                optimizer.step()
+            pushed.append(asgd.stats.bytes_pushed)
+        assert asgd.stats.steps == 6
+    assert pushed == sorted(set(pushed))
+
+
 def test_stop_ends_training_with_the_epoch(elastic: Run) -> None:
     _, _, asgd = counting(elastic)
     with asgd:
