@@ -17,6 +17,7 @@ __all__ = [
     "is_small_enough",
     "is_within_bounds",
     "largest",
+    "wide",
     "zero_nonfinite",
 ]
 
@@ -24,6 +25,11 @@ _CHUNK = 1 << 20
 _PIECE = 1 << 14  # values: so few are added up by one thread
 MAX_UPDATE = 1e10
 """No step changes a weight by this much, or by this many times the largest weight where that is above 1."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that servers compute in for weights of ``dtype``: float32 where these have 16 bits, else the same."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def is_finite(tensor: Tensor) -> bool:

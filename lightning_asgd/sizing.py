@@ -77,6 +77,7 @@ class Job:
         exchange_s: seconds that training pauses per exchange, to pack an update and to merge a reply.
         server_gbyte_s: parameters that one server takes up and answers in a second, in GB.
         exchange_work_s: seconds that a server works on an exchange, however few its bytes are.
+        bytes_per_parameter: 4 for float32. Of parameters with 2 bytes servers also hold a copy in float32.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -94,6 +95,7 @@ class Job:
     exchange_s: float = 0.0
     server_gbyte_s: float = math.inf
     exchange_work_s: float = 0.0
+    bytes_per_parameter: int = 4
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -280,8 +282,12 @@ def worker_memory_bytes(job: Job) -> float:
 
 
 def server_memory_bytes(job: Job) -> float:
-    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is in flight."""
-    return (1 + job.workers) * job.parameter_bytes / job.servers
+    """Memory of a server at most, in bytes: its shard, and one of that size per worker whose exchange is in flight.
+
+    Of 16-bit parameters also a copy in float32; what an algorithm keeps is not counted.
+    """
+    exact = 2 if job.bytes_per_parameter == 2 else 0
+    return (1 + job.workers + exact) * job.parameter_bytes / job.servers
 
 
 @dataclass(frozen=True)

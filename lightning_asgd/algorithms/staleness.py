@@ -240,7 +240,8 @@ class StaleSynchronous(Transform):
 
     def holds(self, worker: int, table: Table) -> bool:
         """See :class:`Transform`."""
-        return table.clocks[worker] - min((table.clocks[w] for w in table.active), default=0) > self.bound
+        limit = table.clocks[worker] - self.bound
+        return any(table.clocks[each] < limit for each in table.living if each not in table.resting)
 
 
 @dataclass(frozen=True)

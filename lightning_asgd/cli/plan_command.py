@@ -118,7 +118,7 @@ def _check(given: dict[str, Any]) -> None:
 
 def _job(given: dict[str, Any]) -> Job:
     link = given["link_gbit_s"]
-    names = "step_s", "workers", "servers", "nsync", "latency_s", "sent", "exchange_s"
+    names = "step_s", "workers", "servers", "nsync", "latency_s", "sent", "exchange_s", "bytes_per_parameter"
     return Job(
         server_gbyte_s=given["server_gbyte_s"] or math.inf,
         parameter_bytes=given["parameters"] * given["bytes_per_parameter"],

@@ -2,6 +2,10 @@
 
 Rules that work element by element are called with chunks, so that both operands stay in the cache. A rule may want
 each tensor of the module by itself, or the whole vector instead.
+
+Weights of 16 bits are kept in float32, too, as in mixed precision: rules compute there and keep their state there, and
+workers get the rounded weights. In 16 bits the mean of small updates would be rounded away, and squares would be 0 or
+infinite.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Push, Transform
+from lightning_asgd.algorithms.base import Algorithm, Answer, Payload, Push, Transform
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
+from lightning_asgd.numerics import wide
 from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 
 __all__ = ["Before", "GroupRules", "Tensors", "combine_buffers"]
@@ -40,12 +45,13 @@ class GroupRules:
     """One group of parameters, and the state that the rules keep for it."""
 
     def __init__(self, algorithm: Algorithm, weights: Tensor, tensors: Tensors = ()) -> None:
-        self.weights = weights
+        self.weights = weights  # as workers get them
+        self.exact = weights.to(wide(weights.dtype))  # as rules change them: the same tensor unless it has 16 bits
         self._algorithm = algorithm
         self._tensors = _cut(tensors, weights.numel())
         self._slots: Any = self._start(algorithm)
         self._kept: list[Any] = [self._start(transform) for transform in algorithm.transforms]
-        self.pending = torch.zeros_like(weights) if any(t.gathers for t in algorithm.transforms) else None
+        self.pending = torch.zeros_like(self.exact) if any(t.gathers for t in algorithm.transforms) else None
         n = weights.numel()
         whole = [_Part(where) for where in (chunks(n) if algorithm.chunked else [slice(0, n)])]
         self._parts = self._tensors if algorithm.per_tensor else whole  # that the algorithm is called with
@@ -61,21 +67,25 @@ class GroupRules:
         by_tensor = algorithm.knows_tensors
         for part in self._tensors if by_tensor else self._parts:
             before(part.where)
-            w, u = self.weights[part.where], update[part.where]
+            w, pushed, dtype = self.weights[part.where], update[part.where], self.exact.dtype
+            u = pushed.to(dtype)
             about = replace(push, tensor=part.name) if by_tensor else push
             for transform, own in zip(algorithm.transforms, self._kept, strict=True):
                 mine = self._of(transform, own, part)
-                mine = {**mine, "backup": backup[part.where]} if transform.backup else mine
+                mine = {**mine, "backup": backup[part.where].to(dtype)} if transform.backup else mine
+                seen = _real(w.to(dtype))  # rounded, as a backup is: both are weights that workers had
                 # Real and imaginary parts are numbers of their own, as to torch's optimizers.
-                transform.change(_real(u), _real(w), {name: _real(each) for name, each in mine.items()}, about)
+                transform.change(_real(u), seen, {name: _real(each) for name, each in mine.items()}, about)
             if scale != 1.0:
                 u.mul_(scale)
             if pending is not None:
                 pending[part.where].add_(u)
                 continue
-            algorithm.apply(w, u, self._of(algorithm, self._slots, part), about)
-            if copy_back and algorithm.answer is Answer.WEIGHTS:
-                u.copy_(w)
+            self._apply(part, u, about)
+            if algorithm.answer is Answer.FORCE:
+                pushed.copy_(u)  # nothing is done if it is the same tensor
+            elif copy_back and algorithm.answer is Answer.WEIGHTS:
+                pushed.copy_(w)
 
     def apply_gathered(self, weight: float, push: Push, before: Before) -> None:
         """Apply the mean of the aggregated pushes as one update. They weigh ``weight`` together."""
@@ -94,8 +104,37 @@ class GroupRules:
             if not merging:
                 mean.div_(weight)
             about = replace(push, tensor=part.name) if algorithm.per_tensor else push
-            algorithm.apply(self.weights[part.where], mean, self._of(algorithm, self._slots, part), about)
+            self._apply(part, mean, about)
             mean.zero_()
+
+    def _apply(self, part: _Part, update: Tensor, push: Push) -> None:
+        """Have the algorithm change a part of the weights."""
+        exact, slots = self.exact[part.where], self._of(self._algorithm, self._slots, part)
+        if not self._rounds:
+            self._algorithm.apply(exact, update, slots, push)
+            return
+        whole = exact + update if self._is_alone(push) else None
+        self._algorithm.apply(exact, update, slots, push)
+        self.weights[part.where].copy_(exact)
+        if whole is not None:
+            exact.copy_(torch.where(exact == whole, self.weights[part.where], exact))
+
+    @property
+    def _rounds(self) -> bool:
+        return self.exact is not self.weights
+
+    def _is_alone(self, push: Push) -> bool:
+        """Whether a worker that trains alone keeps what rounding removes where its update is added whole.
+
+        It pushes that again, so it must not be kept here, too. And the worker keeps the bits of a single device.
+        """
+        return push.live == 1 and self._algorithm.payload is Payload.DELTA
+
+    def replaced(self) -> None:
+        """The weights were replaced: workers push again what the new ones lack."""
+        if self._rounds:
+            self.exact.copy_(self.weights)
+        self.forget_gathered()
 
     def forget_gathered(self) -> None:
         """Drop the aggregated pushes."""
@@ -131,11 +170,18 @@ class GroupRules:
         return {"slots": slots, "transforms": [self._copied(kept, copy) for kept in self._kept]}
 
     def snapshot(self, index: int, copy: ShardCopy) -> dict[str, Any]:
-        """The same; its vectors are filled as the copy proceeds."""
-        return self.state(lambda value, start: copy.of(index, value, start))
+        """The same, with the exact weights; its vectors are filled as the copy proceeds."""
+        kept = self.state(lambda value, start: copy.of(index, value, start))
+        return {**kept, "exact": copy.of(index, self.exact)} if self._rounds else kept
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take what :meth:`state` returned. Before release 0.2 no state was kept tensor by tensor."""
+        """Take what :meth:`state` or :meth:`snapshot` returned.
+
+        Before release 0.2 no state was kept tensor by tensor, and none of 16-bit weights in float32. A checkpoint has
+        no exact weights: its weights may hold steps that the servers lack.
+        """
+        if self._rounds and "exact" in saved:
+            self.exact.copy_(saved["exact"])
         algorithm, slots = self._algorithm, saved["slots"]
         if algorithm.per_tensor:
             slots = slots if isinstance(slots, list) else [self._piece(slots, part) for part in self._tensors]
@@ -153,8 +199,8 @@ class GroupRules:
 
     def _start(self, rule: Algorithm | Transform) -> Any:
         if rule.per_tensor:
-            return [rule.start(self.weights[part.where]) for part in self._tensors]
-        return rule.start(self.weights)
+            return [rule.start(self.exact[part.where]) for part in self._tensors]
+        return rule.start(self.exact)
 
     def _of(self, rule: Algorithm | Transform, kept: Any, part: _Part) -> dict[str, Any]:
         """What a rule keeps for a part."""

@@ -64,11 +64,6 @@ class Tables:
         held = [rows.at for rows in message.rows] or ["" for _ in self.rules]
         return tuple(table.lacking(at) for table, at in zip(self.rules, held, strict=True))
 
-    def replaced(self) -> None:
-        """The weights were replaced, so workers need all rows."""
-        for table in self.rules:
-            table.replaced()
-
 
 class RowRules(GroupRules):
     """One group of tables; ``width`` is the number of scalars of a row."""
@@ -78,6 +73,7 @@ class RowRules(GroupRules):
             raise ProtocolError(f"A group of {weights.numel()} scalars was laid out as rows of {width} each.")
         self._table = weights.view(-1, width)
         super().__init__(algorithm, weights)
+        self._exact_table = self.exact.view(-1, width)
         self._name = secrets.token_hex(8)
         self._now = 1
         self._changed = torch.ones(len(self._table), dtype=torch.int64)  # when each row did
@@ -119,16 +115,17 @@ class RowRules(GroupRules):
         if rows.values is None or not rows.values.numel():
             return
         numbers = self._numbers(rows)
-        update = rows.values.clone().view(len(numbers), -1)  # the message may be sent again
+        dtype = self.exact.dtype
+        update = rows.values.to(dtype, copy=True).view(len(numbers), -1)  # the message may be sent again
         for transform in self._algorithm.transforms:
-            transform.change(update.view(-1), self._table[numbers].view(-1), {}, push)
+            transform.change(update.view(-1), self._table[numbers].to(dtype).view(-1), {}, push)
         if scale != 1.0:
             update.mul_(scale)
         self._before(numbers, before)
         if self.pending is not None:
             self.pending.view(self._table.shape).index_add_(0, numbers, update)
         else:
-            self._algorithm.apply_rows(self._table, numbers, update, self._slots, push)
+            self._apply_rows(numbers, update, push)
 
     def apply_gathered(self, weight: float, push: Push, before: Before) -> None:
         """See :class:`GroupRules`."""
@@ -137,12 +134,13 @@ class RowRules(GroupRules):
         pending = self.pending.view(self._table.shape)
         numbers = (pending != 0).any(1).nonzero().view(-1)
         self._before(numbers, before)
-        self._algorithm.apply_rows(self._table, numbers, pending[numbers].div_(weight), self._slots, push)
+        self._apply_rows(numbers, pending[numbers].div_(weight), push)
         pending[numbers] = 0
         self._mark(numbers)
 
     def replaced(self) -> None:
-        """The weights were replaced, so workers need all rows."""
+        """See :class:`GroupRules`; workers need all rows."""
+        super().replaced()
         self._name = secrets.token_hex(8)
 
     def lacking(self, at: str) -> Rows:
@@ -155,6 +153,16 @@ class RowRules(GroupRules):
         if len(numbers) * (width * itemsize + 4) >= self.weights.nbytes:  # a number takes 4 bytes
             return Rows(self.weights.clone(), None, self.at)
         return Rows(self._table[numbers].view(-1), numbers.to(torch.int32), self.at)
+
+    def _apply_rows(self, numbers: Tensor, update: Tensor, push: Push) -> None:
+        """Have the algorithm change some rows."""
+        exact = self._exact_table
+        whole = exact[numbers] + update if self._rounds and self._is_alone(push) else None
+        self._algorithm.apply_rows(exact, numbers, update, self._slots, push)
+        if self._rounds:
+            self._table[numbers] = exact[numbers].to(self._table.dtype)
+        if whole is not None:
+            exact[numbers] = torch.where(exact[numbers] == whole, self._table[numbers], exact[numbers])
 
     def _numbers(self, rows: Rows) -> Tensor:
         return torch.arange(len(self._table)) if rows.numbers is None else rows.numbers.to(torch.int64)
@@ -170,4 +178,4 @@ class RowRules(GroupRules):
             before(slice(first * width, min((first + step) * width, self.weights.numel())))
 
     def _start(self, rule: Algorithm | Transform) -> Any:
-        return rule.start(self._table) if isinstance(rule, Algorithm) else {}
+        return rule.start(self.exact.view(self._table.shape)) if isinstance(rule, Algorithm) else {}

@@ -139,12 +139,10 @@ class Shard:
             self._finish_copy()
             for mine, theirs in zip(self.weights, weights, strict=True):
                 mine.copy_(theirs)
-            if self._tables:
-                self._tables.replaced()
             self.version = version
             self._forget_gathered()  # workers push again what these weights lack
             for rules in filter(None, self._rules):
-                rules.forget_gathered()
+                rules.replaced()
         self.latest_push, self._applied = dict(pushes), dict(pushes)
         self._counted = SampleShares()  # the membership's own set may have lost workers since the last count
         for worker in self.table.living:
@@ -175,7 +173,7 @@ class Shard:
         for rules, state, pending in zip(shard._rules, kept["state"], kept["pending"], strict=True):
             if rules is not None:
                 rules.restore(state)
-                rules.pending = pending
+                rules.pending = None if pending is None else pending.to(rules.exact.dtype)
         shard.table.count, shard._lr, shard._steps, *rest = kept["gathered"]
         shard._weights, shard._first = rest or (float(shard.table.count), 0.0)  # before release 0.2 all weighed 1
         shard.samples.extend(kept["samples"])

@@ -409,6 +409,23 @@ def test_local_sgd_averages_the_workers(seed: int, workers: int) -> None:
         assert (d.reply.staleness, d.reply.version) == (0, 1)
 
 
+def test_small_steps_of_workers_with_16_bit_weights_add_up() -> None:
+    cluster, step = Cluster(workers=4), 2.0**-7  # the unit of rounding of 1 in bfloat16; a mean of four is below it
+    weights = [torch.ones(2, dtype=torch.bfloat16) for _ in range(4)]
+    workers = [cluster.enter(rank, {"w": each}, nsync=1, algorithm="asgd") for rank, each in enumerate(weights)]
+    for worker in workers:
+        run(worker.begin())
+    for _ in range(4):
+        for worker, mine in zip(workers, weights, strict=True):
+            mine.add_(step)
+            worker.count_step()
+            run(worker.advance())
+    for phase in ("flush", "fetch"):
+        for worker in workers:
+            run(getattr(worker, phase)())
+    assert [each.tolist() for each in weights] == [[1 + 4 * step] * 2] * 4
+
+
 def test_post_local_sgd_averages_every_step_at_first() -> None:
     rule = LocalSGD(post=100)
     assert [rule.period(8, step) for step in (1, 100, 101)] == [1, 1, 8]

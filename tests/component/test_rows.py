@@ -378,3 +378,18 @@ def test_servers_hold_whole_rows() -> None:
     assert dense(layout.shard(0)) == ((Role.PARAMETER, "float32", 3),)
     with pytest.raises(ConfigurationError):
         build_layout([("a", torch.zeros(1, 1))], [], 2, ["a"])
+
+
+@pytest.mark.parametrize("algorithm", [ASGD(), LocalSGD()], ids=["at once", "in rounds"])
+def test_small_updates_of_rows_of_16_bits_add_up(algorithm: Any) -> None:
+    rules, push = RowRules(algorithm, torch.ones(4, dtype=torch.bfloat16), 2), Push(live=4, count=1)
+    pushed = Rows(torch.full((2,), 2.0**-7, dtype=torch.bfloat16), torch.tensor([1], dtype=torch.int32))
+    for _ in range(4):
+        rules.push_rows(pushed, push, 1.0, lambda part: None)
+        rules.apply_gathered(1.0, push, lambda part: None)
+    assert rules.weights.tolist() == [1.0, 1.0, 1 + 2.0**-7, 1 + 2.0**-7]
+    rules.weights.fill_(2.0)
+    rules.replaced()
+    found = rules.lacking("").values
+    assert found is not None
+    assert found.tolist() == rules.exact.tolist() == [2.0] * 4

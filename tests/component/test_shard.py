@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, DelayCompensation, Downpour, GapAware
+from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, DelayCompensation, DiLoCo, Downpour, GapAware, SoftSync
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import Exchange, Reply
@@ -437,3 +437,78 @@ def test_a_shard_that_is_restored_forgets_what_was_aggregated() -> None:
     alone = in_rounds(1)
     pushed(alone, 1)
     assert all(map(torch.equal, shard.weights[:2], alone.weights[:2]))
+
+
+# ---------------------------------------------------------------------- weights of 16 bits
+
+NARROW = ((Role.PARAMETER, "bfloat16", 2),)
+ULP = 2.0**-7  # of 1 in bfloat16
+
+
+def narrow(algorithm: Algorithm) -> Shard:
+    shard = Shard(NARROW, algorithm)
+    shard.initialise((torch.ones(2, dtype=torch.bfloat16),), 0)
+    return shard
+
+
+def small_pushes(shard: Shard, number: int, size: float = ULP, first: int = 0) -> list[float]:
+    """Pushes of four workers in turn; returns the last answer."""
+    update = torch.full((2,), size, dtype=torch.bfloat16)
+    for turn in range(first, first + number):
+        _, answer = by_value(shard, (update,), live=4, worker=turn % 4, seq=turn // 4 + 1)
+    assert answer is not None
+    return answer[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sign"),
+    [(ASGD(), 1), (Downpour("sgd", lr=1.0), -1), (ASGD(transforms=[SoftSync(4)]), 1), (ASGD(1 / 16), 4)],
+    ids=str,
+)
+def test_small_updates_of_16_bit_weights_add_up(algorithm: Algorithm, sign: int) -> None:
+    shard = narrow(algorithm)
+    assert small_pushes(shard, 2, sign * ULP) == [1.0, 1.0]  # half a unit of rounding, to the even number
+    assert small_pushes(shard, 14, sign * ULP, 2) == [1 + 4 * ULP] * 2
+    assert shard.weights[0].dtype is torch.bfloat16
+
+
+def test_a_momentum_of_16_bit_weights_has_32() -> None:
+    shard = narrow(DiLoCo(momentum=0.999, lr=1e-6))
+    for seq in range(1, 4):
+        update = (torch.ones(2, dtype=torch.bfloat16),)
+        exchange(shard, replace(message(seq=seq), rest=True), update, live=1)
+    (kept,) = (slots["momentum"] for (slots,) in (each["slots"] for each in shard.state()))
+    torch.testing.assert_close(kept, torch.full((2,), 1 + 0.999 + 0.999**2))
+
+
+def test_a_snapshot_holds_what_rounding_removes_from_the_weights() -> None:
+    shard = narrow(ASGD())
+    small_pushes(shard, 2)
+    kept, copy = shard.snapshot()
+    small_pushes(shard, 1, first=2)
+    copy.finish()
+    again = Shard.restore_from_snapshot(kept)
+    assert again.weights[0].tolist() == [1.0, 1.0]
+    assert small_pushes(again, 1, first=2) == [1 + ULP] * 2
+
+
+def test_a_snapshot_of_an_earlier_version_kept_everything_in_16_bits() -> None:
+    shard = narrow(Downpour("adam", lr=1.0, transforms=[SoftSync(2)]))
+    small_pushes(shard, 3)
+    kept, copy = shard.snapshot()
+    copy.finish()
+    del kept["state"][0]["exact"]
+    kept["pending"] = [each.bfloat16() for each in kept["pending"]]
+    for each in kept["state"][0]["slots"]["optimizer"]["state"].values():
+        each.update({name: each[name].bfloat16() for name in ("exp_avg", "exp_avg_sq")})
+    again = Shard.restore_from_snapshot(kept)
+    again.update_members(range(4))
+    torch.testing.assert_close(*(small_pushes(each, 1, first=3) for each in (again, shard)), rtol=0.01, atol=0)
+
+
+def test_weights_that_replace_a_lost_shards_count_whole() -> None:
+    shard = narrow(ASGD())
+    small_pushes(shard, 2)
+    shard.resume((torch.full((2,), 3.0, dtype=torch.bfloat16),), 5, {})
+    assert small_pushes(shard, 1) == [3.0, 3.0]
+    assert small_pushes(shard, 7, first=1) == [3 + 2 * ULP] * 2

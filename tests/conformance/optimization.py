@@ -145,7 +145,12 @@ def double(lab: Lab) -> Any:
     return {"loss": loss_of(module), "dtype": str(next(module.parameters()).dtype)}
 
 
-@case(GROUP, '`precision="bf16-true"`', note="Weights of bfloat16 are exchanged as bfloat16.")
+@case(
+    GROUP,
+    '`precision="bf16-true"`',
+    note="Weights of bfloat16 are exchanged as bfloat16. Servers change and keep them in float32, so small updates add "
+    "up.",
+)
 def bf16_true(lab: Lab) -> Any:
     module = lab.regression()
     lab.fit(module, precision="bf16-true")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms import ASGD
-from lightning_asgd.algorithms.base import Push
+from lightning_asgd.algorithms import ASGD, EASGD, Algorithm, DelayCompensation, Downpour, GapAware, StaleSynchronous
+from lightning_asgd.algorithms.base import Push, Table
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.server.group_rules import GroupRules
 
 
 def apply(rule: ASGD, weights: torch.Tensor, update: torch.Tensor, live: int) -> torch.Tensor:
@@ -78,3 +79,46 @@ def test_scale_is_parsed(given_: str | float, parsed: str | float) -> None:
 def test_unknown_scale_names_the_choices() -> None:
     with pytest.raises(ConfigurationError, match=r"scale='median' is unknown. Expected 'mean', 'sum' or a positive"):
         ASGD("median")
+
+
+def pushed(rule: Algorithm, dtype: torch.dtype, value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights of 0, and the answer, after a push of equal values by a worker that started at -1e-4."""
+    weights, update = torch.zeros(3, dtype=dtype), torch.full((3,), value).half().to(dtype)
+    rules, backup = GroupRules(rule, weights), torch.full((3,), -1e-4).half().to(dtype)
+    push = Push(payload=rule.payload, live=2, lr=0.1)
+    rules.push(update, push, 1.0, backup, copy_back=True, before=lambda part: None)
+    return weights, update
+
+
+@pytest.mark.parametrize(
+    ("rule", "value"),
+    [
+        (Downpour("sgd", lr=0.1, transforms=[DelayCompensation()]), 300.0),  # whose square is infinite
+        (Downpour("adam", lr=0.1), 1e-4),  # whose square is 0, as eps is
+        (ASGD(transforms=[GapAware()]), 1e-4),
+        (EASGD(), 300.0),
+    ],
+    ids=["DelayCompensation", "adam", "GapAware", "EASGD"],
+)
+def test_rules_compute_with_16_bits_as_with_32(rule: Algorithm, value: float) -> None:
+    (narrow, answer), (plain, expected) = (pushed(rule, dtype, value) for dtype in (torch.float16, torch.float32))
+    assert narrow.dtype is torch.float16
+    assert plain.isfinite().all()
+    assert torch.equal(narrow, plain.half())
+    assert torch.equal(answer, expected.half())
+
+
+@given(
+    clocks=st.dictionaries(st.integers(0, 5), st.integers(0, 9)),
+    living=st.sets(st.integers(0, 5), min_size=1),
+    resting=st.sets(st.integers(0, 5)),
+    bound=st.integers(0, 4),
+)
+def test_a_worker_waits_if_it_is_ahead_of_the_slowest_that_trains(
+    clocks: dict[int, int], living: set[int], resting: set[int], bound: int
+) -> None:
+    table = Table(living=living, resting=resting)
+    table.clocks.update(clocks)
+    for worker in table.active:  # no other one waits
+        ahead = table.clocks[worker] - min(table.clocks[each] for each in table.active)
+        assert StaleSynchronous(bound).holds(worker, table) == (ahead > bound)

@@ -111,6 +111,7 @@ def test_no_number_of_servers_helps_a_worker_whose_own_link_is_too_slow() -> Non
 def test_memory() -> None:
     assert sizing.worker_memory_bytes(job()) == 3e9
     assert sizing.server_memory_bytes(job(workers=3, servers=2)) == 2e9
+    assert sizing.server_memory_bytes(job(workers=3, servers=2, bytes_per_parameter=2)) == 3e9  # a copy in float32
 
 
 def test_compression_sends_less_and_keeps_memory() -> None:
