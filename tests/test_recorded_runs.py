@@ -134,6 +134,7 @@ def simulations() -> dict[str, Callable[[], Simulation]]:
         "exchange pushes and fetches": lambda: simulation(exchange={"nfetch": 5, "npush": 2, "scale": "sum"}),
         "exchange without overlap": lambda: simulation(exchange={"nsync": 2, "overlap": False}),
         "exchange far away": lambda: simulation(exchange={"nsync": 1, "max_offline_steps": 4}, epoch_s=0.5),
+        "exchange of one fragment": lambda: of(algorithms.StreamingDiLoCo(parts=1)),
         "exchange of a module": lambda: simulation(problem=learning(), servers=3),
         "exchange refused": lambda: simulation(problem=Diverging(dimension=11)),
         "exchange of one worker": lambda: simulation(workers=1, network=Network()),

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.layout import nbytes_of as shard_nbytes
 from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, LeaseRequest, OpenEpoch, Reply
 from lightning_asgd.protocol import nbytes as nbytes_of
 from lightning_asgd.server_costs import ServerCosts
@@ -162,6 +163,7 @@ class Wires:
         self.worked_s = [0.0] * len(self.handlers)  # by each server
         self._service_s = network.service_s
         self._idle_at = [0.0] * len(self.handlers)
+        self._whole_nbytes: dict[tuple[int, int], int] = {}  # of a server's shard of a fragment, without compression
 
     def begin(self) -> None:
         """From now on messages take time."""
@@ -185,6 +187,8 @@ class Wires:
         if isinstance(message, Exchange) and message.update is not None:
             message = replace(message, update=tuple(map(_copied, message.update)))
             nbytes = nbytes_of(message.update)
+        elif isinstance(message, InitShard):
+            self._whole_nbytes[server, message.fragment] = shard_nbytes(message.groups)
         if not self.begun or isinstance(message, _AT_ONCE):
             self._when_answered(self.handlers[server](message), future.set_result)
             return future
@@ -215,7 +219,9 @@ class Wires:
         if not isinstance(costs, ServerCosts):
             return costs
         if isinstance(sent.message, Exchange):
-            return costs.exchange_of(sent.nbytes)
+            pushed = sent.message.update is not None
+            # However short its code is, the server decodes and applies a whole update, and encodes all weights.
+            return costs.exchange_of(self._whole_nbytes[sent.server, sent.message.fragment] if pushed else 0)
         by_kind = {LeaseRequest: costs.claim_s, Heartbeat: costs.beat_s, Contribution: costs.contribution_s}
         return by_kind.get(type(sent.message), 0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,14 @@ class Problem(ABC):
     @abstractmethod
     def start(self) -> Tensor:
         """First weights of worker 0, which all take: a fresh tensor of shape ``(n,)``."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that the weights consist of: their shapes by name, one after the other in the flat vector.
+
+        Algorithms that exchange a module in fragments, or merge it tensor by tensor, go by them. By default there are
+        none: the weights are one tensor, which is cut into pieces of equal sizes where fragments are exchanged.
+        """
+        return {}
 
     @abstractmethod
     def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
@@ -109,6 +117,9 @@ class Quadratic(Problem):
 class ModuleProblem(Problem):
     """Any module, whose parameters are one flat vector here. Its buffers and frozen parameters stay as they are.
 
+    Running statistics, such as BatchNorm's, do not move: every step begins with those that the module has, and what it
+    makes of them is dropped. In training mode BatchNorm normalises by its batch, also for the loss that is reported.
+
     Args:
         module: on the CPU; its trainable parameters are of one dtype. It is not changed.
         loss: from the module's output and the target to a scalar tensor.
@@ -138,14 +149,17 @@ class ModuleProblem(Problem):
                 f"ModuleProblem was given a module whose trainable parameters have the dtypes {names}. Expected one "
                 "dtype: unfreeze some parameters, or convert the module with .float()."
             )
-        self._names = list(parameters)
-        self._shapes = [p.shape for p in parameters.values()]
+        self._shapes = {n: tuple(p.shape) for n, p in parameters.items()}
         self._sizes = [p.numel() for p in parameters.values()]
 
     def start(self) -> Tensor:
         """See :class:`Problem`."""
         named = dict(self._module.named_parameters())
-        return torch.cat([named[name].detach().reshape(-1) for name in self._names])
+        return torch.cat([named[name].detach().reshape(-1) for name in self._shapes])
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """See :class:`Problem`: those of the trainable parameters."""
+        return self._shapes
 
     def gradient(self, weights: Tensor, worker: int, generator: torch.Generator) -> tuple[float, Tensor]:
         """See :class:`Problem`."""
@@ -162,5 +176,6 @@ class ModuleProblem(Problem):
 
     def _loss_of(self, weights: Tensor, inputs: Any, target: Any) -> Tensor:
         pieces = torch.split(weights, self._sizes)
-        state = {n: p.view(shape) for n, p, shape in zip(self._names, pieces, self._shapes, strict=True)}
+        state = {n: p.view(shape) for (n, shape), p in zip(self._shapes.items(), pieces, strict=True)}
+        state |= {n: buffer.clone() for n, buffer in self._module.named_buffers()}  # BatchNorm writes into them
         return self._loss(functional_call(self._module, state, (inputs,)), target)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
@@ -25,11 +24,12 @@ from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, Wires
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.simulated_faults import Crash, LateWorker
-from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker, Work
+from lightning_asgd.simulation.simulated_worker import Life, NamedWeights, SimulatedWorker, Work
 from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
 from lightning_asgd.validation import at_least, whole
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.random_numbers import same_random_numbers
 from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Running", "Simulation"]
@@ -43,6 +43,10 @@ _BEATS = 5  # heartbeats of a worker within silence_s
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
     """What is to be simulated. The same settings give the same bits.
+
+    Random numbers from the global generators of torch, Python and NumPy begin at ``seed``, too; after a run these are
+    as before. An algorithm with fragments, such as ``StreamingDiLoCo(parts=4)``, exchanges the problem's tensors in
+    turns, as a real worker does. The optimizer sees the weights as one flat vector.
 
     Every worker takes ``steps`` steps per epoch; or the samples of an epoch are leased (``data``), and workers send
     heartbeats, as in a real job. The session's start takes no time, and the first fetch no bytes.
@@ -59,7 +63,7 @@ class Simulation:
         speed: how long steps take: of every worker, or one per worker.
         network: the links.
         exchange_s: seconds that training pauses when a reply is merged, in which the packing of the update
-            is to be counted.
+            is to be counted. Each fragment's reply counts.
         epoch_s: seconds between an epoch's sync point and the next epoch's first batch, such as a validation's.
         crashes: workers that end before their time.
         data: samples that workers lease, each trained by one of them per epoch; None for ``steps`` per worker.
@@ -166,7 +170,8 @@ class Simulation:
             ASGDError: what a worker of a real run would have raised; or the workers wait for each other forever.
             ConfigurationError: the algorithm does not suit such a run.
         """
-        return Running(self).run()
+        with same_random_numbers(self.seed % 2**63):  # dropout draws from a global generator, as may a user's batches
+            return Running(self).run()
 
     def _speeds(self) -> list[Speed]:
         """One per worker."""
@@ -204,6 +209,7 @@ class Running:
         self.services = [Service(self.clock, _SESSION if plan.elastic else "") for _ in range(plan.servers)]
         handlers = [partial(self.handle, server) for server in range(plan.servers)]
         self.wires = Wires(self.clock, plan.network, plan.workers + len(plan.late_workers), handlers)
+        self.named = NamedWeights(plan.problem, config.algorithm.fragments, plan.servers)  # the servers'
         self.work = Work(plan.epochs, plan.steps, plan.exchange_s, plan.epoch_s, self.count)
         self.workers: list[SimulatedWorker] = []
         for speed in plan._speeds():
@@ -355,8 +361,10 @@ class Running:
 
     def weights(self) -> tuple[Tensor, list[int]]:
         """The servers' weights and versions."""
-        shards = [service.session.shards[0] for service in self.services if service.session is not None]
-        return torch.cat([shard.weights[0] for shard in shards]), [shard.version for shard in shards]
+        held = [service.session.shards for service in self.services if service.session is not None]
+        for number in range(len(self.named.fragments)):
+            self.named.take(number, [shards[number].weights[0] for shards in held])
+        return self.named.flat.detach().clone(), [sum(each.version for each in shards.values()) for shards in held]
 
     def evaluate(self) -> None:
         """Note the loss at the servers' weights."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import error_from
+from lightning_asgd.errors import ConfigurationError, error_from
 from lightning_asgd.layout import build_layout
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.protocol import Contribution, Failure
@@ -24,12 +26,14 @@ from lightning_asgd.simulation.speeds import Speed
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.exchanger import Exchanger
+from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.synchronizer import Training, run
+from lightning_asgd.worker.worker_setup import fragments_of
 
-__all__ = ["Life", "SimulatedWorker", "Work"]
+__all__ = ["Life", "NamedWeights", "SimulatedWorker", "Work"]
 
 Life = Generator["float | list[Future[Any]]", None, Any]
 """What a worker does: it stops for a number of seconds, or until these futures are done."""
@@ -41,9 +45,67 @@ class Work:
 
     epochs: int
     steps: int  # of a worker and epoch, where data are not leased
-    exchange_s: float  # seconds that training pauses when a reply is merged
+    exchange_s: float  # seconds that training pauses when a reply is merged, each fragment's by itself
     epoch_s: float  # seconds between the end of an epoch and the beginning of the next
     stepped: Callable[[], None]  # called after every step
+
+
+class NamedWeights:
+    """A problem's flat weights, seen as named tensors, which are exchanged in one fragment or several.
+
+    Args:
+        problem: whose first weights they are.
+        number: of fragments that the algorithm wants.
+        num_servers: over which each fragment is laid out.
+
+    Attributes:
+        flat: the weights.
+        layout: of all of them.
+        fragments: the layout of each fragment, as a real worker makes it.
+    """
+
+    def __init__(self, problem: Problem, number: int, num_servers: int) -> None:
+        self.flat = Parameter(problem.start())
+        self._shapes = problem.shapes() or _pieces(self.flat.numel(), number, num_servers)
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        if sum(sizes) != self.flat.numel():
+            raise ConfigurationError(
+                f"{type(problem).__name__}.shapes() has {sum(sizes)} scalars, and start() has {self.flat.numel()}. "
+                "Expected the shapes of all weights, in their order: correct one of the two."
+            )
+        ends = list(itertools.accumulate(sizes))
+        self._places = {name: slice(end - n, end) for name, n, end in zip(self._shapes, sizes, ends, strict=True)}
+        named = {name: self[name] for name in self._shapes}
+        self.layout = build_layout(named.items(), (), num_servers)
+        self.fragments = fragments_of(named, {}, number, num_servers)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor, whose values and gradient are parts of the flat ones. An optimizer may have replaced these."""
+        place, shape = self._places[name], self._shapes[name]
+        tensor = self.flat.detach()[place].view(shape)
+        if self.flat.grad is not None:
+            tensor.grad = self.flat.grad[place].reshape(shape)
+        return tensor
+
+    def take(self, number: int, shards: Sequence[Tensor]) -> None:
+        """Take a fragment's values from its shards, one flat tensor per server."""
+        layout = self.fragments[number]
+        for piece in layout.pieces():
+            values = shards[piece.server][piece.offset : piece.offset + piece.length]
+            self[layout.tensors[piece.tensor].name].view(-1)[piece.start : piece.start + piece.length].copy_(values)
+
+
+def _pieces(numel: int, number: int, num_servers: int) -> Mapping[str, tuple[int, ...]]:
+    """Tensors of equal sizes for weights that are one tensor, since a fragment holds whole ones."""
+    if number == 1:
+        return {"weights": (numel,)}
+    if numel < number * num_servers:
+        raise ConfigurationError(
+            f"The algorithm exchanges the weights in parts={number}, and the problem has {numel} of them for "
+            f"{num_servers} servers. Expected at least one weight per part and server: choose a larger problem, or "
+            "fewer parts or servers."
+        )
+    return {f"weights.{k}": ((k + 1) * numel // number - k * numel // number,) for k in range(number)}
 
 
 class SimulatedWorker:
@@ -83,7 +145,8 @@ class SimulatedWorker:
         self.ended_s: float | None = None
         self.epochs_s: list[float] = []
         self.meeting_s = 0.0
-        self.weights = Parameter(problem.start())
+        self._named = NamedWeights(problem, config.algorithm.fragments, client.connection.transport.num_servers)
+        self.weights = self._named.flat
         self.optimizer = optimizer([self.weights])
         self._client = client
         brings = self._enter()
@@ -95,12 +158,8 @@ class SimulatedWorker:
         chance = random.Random(f"{seed} {self.rank}")
         self._generator = torch.Generator().manual_seed(chance.getrandbits(62))
         self._chance = random.Random(chance.getrandbits(62))
-        layout = build_layout([("weights", problem.start())], [], client.connection.transport.num_servers)
-        replica = replica_for(config.algorithm, layout, [([self.weights], 0)], [None] * layout.num_servers)
-        shards = ShardClient(client)
-        first, code = replica.weights() if brings else None, config.compression
-        shards.initialise(layout, config.algorithm, [None] * layout.num_servers, first, compression=code)
-        self.exchanger = Exchanger(layout, [(shards, replica)], config, self._training(), clock=clock)
+        parts = [self._fill(config, number, brings=brings) for number in range(len(self._named.fragments))]
+        self.exchanger = Exchanger(self._named.layout, parts, config, self._training(), clock=clock)
         run(self.exchanger.fetch())
         self.exchanger.stats = ExchangeStats()
 
@@ -118,6 +177,16 @@ class SimulatedWorker:
         """Join; returns whether this worker brings the first weights."""
         self._client.join()
         return self._client.connection.worker == 0
+
+    def _fill(self, config: ExchangeConfig, number: int, *, brings: bool) -> tuple[ShardClient, Replica]:
+        """Allocate a fragment's shards, and fill them if this worker brings the weights."""
+        layout, algorithm = self._named.fragments[number], config.algorithm
+        by_value = [None] * layout.num_servers
+        replica = replica_for(algorithm, layout, [(self._named, spec.name) for spec in layout.tensors], by_value)
+        shards = ShardClient(self._client, number)
+        first = replica.weights() if brings else None
+        shards.initialise(layout, algorithm, by_value, first, compression=config.compression)
+        return shards, replica
 
     def _training(self) -> Training:
         """What exchanges need of the training."""
@@ -142,7 +211,7 @@ class SimulatedWorker:
         begun = self.stats.exchanges
         yield from self.exchanger.advance()
         if work.exchange_s and self.stats.exchanges > begun:
-            yield float(work.exchange_s)
+            yield float(work.exchange_s) * min(self.stats.exchanges - begun, len(self.exchanger.channels))
         yield float(self._speed.seconds(self.stats.steps, self._chance))
         weights = self.weights
         about = weights.detach(), self.rank, self._generator

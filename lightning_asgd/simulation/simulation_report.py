@@ -76,7 +76,7 @@ class Report:
         workers: each worker's part.
         losses: the loss at the servers' weights, from the beginning to the end.
         weights: the servers' weights at the end, shape ``(n,)``.
-        versions: per server, number of updates that it applied.
+        versions: per server, number of updates that it applied, to all fragments together.
         server_bytes: per server, bytes of tensors received and sent.
         server_work_s: per server, seconds that it worked on messages.
     """

@@ -107,15 +107,7 @@ def set_up(
             one_machine=_on_one_machine(collectives),
         )
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
-    if len(parts) < algorithm.fragments:
-        log.warning(
-            "%s exchanges the module in %d fragments, and its constants are for parts=%d: a parameter is not divided. "
-            "Set parts=%d.",
-            type(algorithm).__name__,
-            len(parts),
-            algorithm.fragments,
-            len(parts),
-        )
+    _warn_if_fewer(algorithm, len(parts))
     code = config.compression
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
@@ -170,6 +162,18 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
         raise ConfigurationError(
             f"algorithm={type(algorithm).__name__} was given with parameters in {', '.join(sorted(plain))}. Expected "
             "float32, which it compresses, as with precision='bf16-mixed'."
+        )
+
+
+def _warn_if_fewer(algorithm: Algorithm, fragments: int) -> None:
+    if fragments < algorithm.fragments:
+        log.warning(
+            "%s exchanges the module in %d fragments, and its constants are for parts=%d: a parameter is not divided. "
+            "Set parts=%d.",
+            type(algorithm).__name__,
+            fragments,
+            algorithm.fragments,
+            fragments,
         )
 
 

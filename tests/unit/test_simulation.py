@@ -5,11 +5,13 @@ import heapq
 import inspect
 import itertools
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ from lightning_asgd.simulation import (
     Problem,
     Quadratic,
     Report,
+    ServerCosts,
     Simulation,
     Speed,
     Trace,
@@ -112,6 +115,34 @@ def test_the_seed_of_the_whole_program_does_not_matter() -> None:
     one = busy(1).run()
     torch.manual_seed(123)
     assert same(one, busy(1).run())
+
+
+class Sloppy(nn.Module):
+    """Draws from the global generators of torch, Python and NumPy in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(3, 1), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.dropout(x))
+        return y + random.random() + numpy.random.random()
+
+
+def test_what_draws_from_the_programs_generators_gives_the_same_bits_and_leaves_them_as_they_were() -> None:
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+    problem = ModuleProblem(Sloppy(), nn.functional.mse_loss, lambda worker, generator: (x, y), (x, y))
+    plan = Simulation(problem=problem, steps=8, optimizer=lambda p: SGLD(p, lr=0.01, num_data=16))
+    one = plan.run()
+    torch.manual_seed(123)
+    random.seed(4)
+    numpy.random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    assert same(one, plan.run())
+    after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert not same(one, dataclasses.replace(plan, seed=1).run())
 
 
 # ---------------------------------------------------------------------- the order of events
@@ -258,6 +289,20 @@ def test_a_server_works_on_one_message_at_a_time() -> None:
     assert [w.wait_s for w in report.workers] == [pytest.approx(0.5), pytest.approx(1.0)]
 
 
+@pytest.mark.parametrize("compression", [None, "int8", "topk"])
+def test_a_server_works_on_all_parameters_of_a_push_however_short_its_code_is(compression: str | None) -> None:
+    report = Simulation(
+        problem=Quadratic(1000),
+        servers=2,
+        steps=10,
+        exchange={"nsync": 2, "compression": compression},
+        network=Network(service_s=ServerCosts(gbyte_s=4e-6)),
+    ).run()
+    # Half a second for the 500 parameters, and nothing for the fetches at the sync point.
+    assert report.server_work_s == (pytest.approx(0.5 * report.pushes), pytest.approx(0.5 * report.pushes))
+    assert report.pushes > 0
+
+
 def test_with_overlap_a_slow_network_stops_nobody() -> None:
     report = Simulation(
         problem=CLEAN, workers=1, steps=20, exchange={"nsync": 1}, network=Network(workers=Link(BYTES / 2.0))
@@ -299,8 +344,6 @@ def test_a_shuffled_trace_draws_what_was_measured() -> None:
 
 
 def test_half_of_lognormal_steps_take_less_than_the_median() -> None:
-    import random
-
     speed, chance = LogNormal(0.1, 0.5), random.Random(0)
     times = [speed.seconds(i, chance) for i in range(2000)]
     assert 0.47 < sum(t < 0.1 for t in times) / len(times) < 0.53
@@ -341,6 +384,17 @@ def test_a_module_is_trained() -> None:
     assert report.weights.numel() == sum(p.numel() for p in module.parameters())
     assert report.loss < 0.3 * report.losses[0].loss
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+def test_a_module_keeps_its_running_statistics() -> None:
+    x, y = torch.randn(16, 3) + 5, torch.randn(16, 1)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    problem = ModuleProblem(module, nn.functional.mse_loss, lambda worker, generator: (x, y), (x, y))
+    report = Simulation(problem=problem, steps=20).run()
+    assert report.loss < report.losses[0].loss
+    after = module.state_dict()
+    assert [name for name in before if not torch.equal(after[name], before[name])] == []
 
 
 def test_updates_that_are_refused_do_not_end_the_run() -> None:
