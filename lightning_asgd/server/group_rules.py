@@ -81,7 +81,10 @@ class GroupRules:
             if pending is not None:
                 pending[part.where].add_(u)
                 continue
-            self._apply(part, u, about)
+            if self._rounds:
+                self._apply(part, u, about)
+            else:
+                algorithm.apply(w, u, self._of(algorithm, self._slots, part), about)
             if algorithm.answer is Answer.FORCE:
                 pushed.copy_(u)  # nothing is done if it is the same tensor
             elif copy_back and algorithm.answer is Answer.WEIGHTS:
@@ -104,15 +107,15 @@ class GroupRules:
             if not merging:
                 mean.div_(weight)
             about = replace(push, tensor=part.name) if algorithm.per_tensor else push
-            self._apply(part, mean, about)
+            if self._rounds:
+                self._apply(part, mean, about)
+            else:
+                algorithm.apply(self.weights[part.where], mean, self._of(algorithm, self._slots, part), about)
             mean.zero_()
 
     def _apply(self, part: _Part, update: Tensor, push: Push) -> None:
-        """Have the algorithm change a part of the weights."""
+        """Have the algorithm change a part of the exact weights, and round it."""
         exact, slots = self.exact[part.where], self._of(self._algorithm, self._slots, part)
-        if not self._rounds:
-            self._algorithm.apply(exact, update, slots, push)
-            return
         whole = exact + update if self._is_alone(push) else None
         self._algorithm.apply(exact, update, slots, push)
         self.weights[part.where].copy_(exact)

@@ -31,6 +31,7 @@ from lightning_asgd.protocol import (
     Join,
     Joined,
     LayerGradient,
+    LeaseGrant,
     LeaseRequest,
     Leave,
     LinkProbe,
@@ -419,9 +420,16 @@ class Service:
         for request, reply in due:
             if session is None or (request is not received and request not in self._pending):
                 continue  # it failed when the session ended
-            reply = session.filled(request, reply, self.state.epochs)
-            if isinstance(reply, Reply) and begun is not None:
-                reply = replace(reply, busy_s=self._clock() - begun)
+            members = session.members
+            if isinstance(reply, Reply) and isinstance(reply := session.buffers.encoded(request, reply), Reply):
+                if request.fetch:
+                    epoch, done = self.state.epochs.done
+                    reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
+                    reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
+                if begun is not None:
+                    reply = replace(reply, busy_s=self._clock() - begun)
+            elif isinstance(reply, LeaseGrant):
+                reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
             if request is received:
                 own = failure(reply) if isinstance(reply, ASGDError) else reply
             else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.errors import ASGDError, ProtocolError, WorkerLostError
+from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.protocol import (
     Epoch,
     Heartbeat,
@@ -17,17 +17,14 @@ from lightning_asgd.protocol import (
     InitShard,
     Join,
     Joined,
-    LeaseGrant,
     LinkProbe,
     LinkProbed,
     Ranks,
     ReplicaState,
-    Reply,
     ShardState,
     WorkerMetrics,
 )
 from lightning_asgd.server.collective_table import CollectiveTable
-from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.island_parts import IslandParts
 from lightning_asgd.server.layer_means import Means
 from lightning_asgd.server.membership import Membership
@@ -154,26 +151,6 @@ class SessionState:
         for shard in self.shards.values():
             due += shard.tick(now)
         return due
-
-    def filled(self, request: Any, reply: Any, epochs: Epochs) -> Any:
-        """A reply with all that its worker is told. If that fails, an error for this worker: the others get theirs."""
-        members = self.members
-        try:
-            if isinstance(reply, Reply):
-                reply = replace(reply, weights=self.buffers.encode(request, reply))
-                if request.fetch:
-                    epoch, done = epochs.done
-                    reply = replace(reply, epoch=epoch, done=done, stopped=self.collectives.stopped)
-                    reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
-            elif isinstance(reply, LeaseGrant):
-                reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
-            return reply
-        except ASGDError as error:
-            return error
-        except Exception as error:
-            about = f"the reply to worker {request.worker}'s {type(request).__name__}"
-            log.exception("Making %s failed", about)
-            return ASGDError(f"A server failed on {about}: {error!r}. This is a bug.")
 
     def members_changed(self, changed: Collection[int]) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now, and whose part has ``changed``."""

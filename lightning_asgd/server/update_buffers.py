@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
+from lightning_asgd.errors import ASGDError
 from lightning_asgd.layout import Groups, check_form, dense, dtype_from_name
 from lightning_asgd.protocol import Exchange, InitShard, Reply
 from lightning_asgd.stats import Verdict
 from lightning_asgd.transports.shared_memory import SharedBlock, attach
 
 __all__ = ["Buffers"]
+
+log = logging.getLogger(__name__)
 
 
 class Buffers:
@@ -71,28 +75,34 @@ class Buffers:
         check_form(update, groups)  # groups that are not coded come as they are
         return update
 
-    def encode(self, message: Exchange, reply: Reply) -> tuple[Any, ...] | None:
-        """The weights of a reply, as its worker wants them."""
+    def encoded(self, message: Exchange, reply: Reply) -> Reply | ASGDError:
+        """A reply with weights as its worker wants them. An error for this worker if it fails: others get theirs."""
         key = message.worker, message.fragment
         held, codes = message.common, self._codes.get(key)
         common = None if held is None else self._common.get(message.fragment)
-        if key in self._blocks:
-            if common is not None and message.shared:
-                self._write(common, self._blocks[key])
-            if self._mapped.get(message.fragment) != message.worker:
-                self._blocks[key].unmap()  # its answer had to wait
-        if reply.weights is None:
-            return None
-        if common is not None and held is not None:
-            if codes is not None:
-                codes[1].hold(common.take(reply.weights))
-            return common.encode(reply.weights, held)
-        if codes is None:
-            return reply.weights
-        # A repeated message gets all: its first reply may not have arrived.
-        full = message.full or reply.verdict is Verdict.REPEATED
-        weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
-        return codes[1].encode(weights, full=full)
+        try:
+            if key in self._blocks:
+                if common is not None and message.shared:
+                    self._write(common, self._blocks[key])
+                if self._mapped.get(message.fragment) != message.worker:
+                    self._blocks[key].unmap()  # its answer had to wait
+            if reply.weights is None:
+                return reply
+            if common is not None and held is not None:
+                if codes is not None:
+                    codes[1].hold(common.take(reply.weights))
+                return replace(reply, weights=common.encode(reply.weights, held))
+            if codes is None:
+                return reply
+            # A repeated message gets all: its first reply may not have arrived.
+            full = message.full or reply.verdict is Verdict.REPEATED
+            weights = tuple(w.clone() for w in reply.weights) if full else reply.weights  # not the scratch memory
+            return replace(reply, weights=codes[1].encode(weights, full=full))
+        except ASGDError as error:
+            return error
+        except Exception as error:
+            log.exception("The reply to an exchange of worker %d failed", message.worker)
+            return ASGDError(f"A server failed on its reply to worker {message.worker}: {error!r}. This is a bug.")
 
     def forget(self, worker: int) -> None:
         """Release what is kept for a worker."""

@@ -107,11 +107,10 @@ def set_up(
             one_machine=_on_one_machine(collectives),
         )
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
-    _warn_if_fewer(algorithm, len(parts))
     code = config.compression
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
-    _warn_if_unused(code, parts)
+    _warn(algorithm, code, parts)
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
@@ -165,8 +164,9 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
         )
 
 
-def _warn_if_fewer(algorithm: Algorithm, fragments: int) -> None:
-    if fragments < algorithm.fragments:
+def _warn(algorithm: Algorithm, code: Compression | None, parts: Sequence[Layout]) -> None:
+    _warn_if_unused(code, parts)
+    if (fragments := len(parts)) < algorithm.fragments:
         log.warning(
             "%s exchanges the module in %d fragments, and its constants are for parts=%d: a parameter is not divided. "
             "Set parts=%d.",
