@@ -109,7 +109,9 @@ TOOLS = {
 # 180 of the core and 30 of the tools are callbacks' modules, samplers' generators, prepare_data, and what runs out.
 # 290 of the core and 8 of the tools are scripts that cannot be run again, fragments, and updates taken back; 7 are Ray.
 # 1,650 of the core and 20 of the tools are served tables: files and journal, cache, client, module, checkpoints.
-LINES = {"core": 38_940, "engines": 1_104, "tools": 9_880}
+# 340 of the core are turns of fragments, 16-bit weights on servers, optimizers in rounds, signals that wait.
+# 160 of the tools are simulated fragments, and caches of relative paths.
+LINES = {"core": 39_280, "engines": 1_104, "tools": 10_040}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -63,6 +63,7 @@ class Resumption:
         Returns the worker's own optimizer and scheduler state, by Lightning's keys; none for worker 0, whose state
         is where Lightning looks for it.
         """
+        self.versions, self.servers, self.data = None, (), {}  # of a checkpoint that was read before
         entry = checkpoint.get(KEY)
         if not entry or self.void:
             return {}
@@ -78,6 +79,10 @@ class Resumption:
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
         return mine
+
+    def forget(self) -> None:
+        """Forget what was read: it is not for the next fit, or no longer."""
+        self.versions, self.servers, self.data, self.tables = None, (), {}, None
 
     @classmethod
     def of(cls, strategy: Any) -> Resumption:

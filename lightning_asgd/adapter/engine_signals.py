@@ -1,7 +1,9 @@
-"""What a Trainer's worker of an elastic run does when the engine that started it ends, or is about to end it.
+"""What a Trainer's worker does when the engine that started it ends, or is about to end it.
 
-Leaving is the same everywhere: Lightning's flag of a SIGTERM ends the fit after the present batch, the worker gives its
-leases back, and the process ends with exit code 0. The others continue.
+In an elastic run the worker leaves. That is the same everywhere: Lightning's flag of a SIGTERM ends the fit after the
+present batch, the worker gives its leases back, and the process ends with exit code 0. The others continue.
+
+In a job Lightning's own handler writes a checkpoint and has SLURM requeue the job, once the present batch is trained.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.processes.engine import end_with_agent, requeue_job
+from lightning_asgd.worker.collectives import Phase
 
-__all__ = ["heed_engine"]
+__all__ = ["Requeueing", "defer_requeueing", "heed_engine", "requeueing_of"]
 
 
 def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], None]:
@@ -30,3 +33,51 @@ def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], 
         note(signum, frame)
 
     return private_names.requeue_job.replace(trainer, requeue_and_leave)
+
+
+def defer_requeueing(trainer: Any) -> Callable[[], None]:
+    """Have a job requeued where :meth:`Requeueing.handle` is called, during a fit. Returns the undo."""
+    return private_names.requeue_job.replace(trainer, Requeueing(trainer))
+
+
+def requeueing_of(trainer: Any) -> Requeueing:
+    """The handler that :func:`defer_requeueing` has set; one that no signal reaches where it has not."""
+    handler = private_names.requeue_job(trainer)
+    return handler if isinstance(handler, Requeueing) else Requeueing(trainer)
+
+
+class Requeueing:
+    """The handler of SLURM's signal in a job: Lightning's own, which writes a checkpoint, where a checkpoint is whole.
+
+    Within a batch or a sync point the signal may interrupt an exchange, whose weights are then half merged, or a call
+    to a server whose lock this thread holds.
+
+    Attributes:
+        defers: whether signals wait for :meth:`handle`.
+        came: the signal that waits, with its frame.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self.defers = trainer, False
+        self.came: tuple[int, Any] | None = None
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        """Note the signal."""
+        self.came = signum, frame
+        if not self.defers:
+            self.handle()
+
+    def handle(self) -> None:
+        """Call Lightning's handler if the signal has come."""
+        came, self.came = self.came, None
+        if came is None:
+            return
+        collectives = self._trainer.strategy.collectives
+        phase = collectives.phase
+        if phase is Phase.SYNC:  # other workers may have got the signal elsewhere: no collective would pair up
+            collectives.phase = Phase.OFFLINE
+        try:
+            private_names.requeue_job.original(self._trainer)(*came)
+        finally:
+            if phase is Phase.SYNC:
+                collectives.phase = phase

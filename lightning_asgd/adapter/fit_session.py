@@ -25,6 +25,7 @@ from lightning_asgd.adapter.checkpointing import (
 from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients, rank_zero_warn
 from lightning_asgd.adapter.data_choice import DataChoice
 from lightning_asgd.adapter.data_mode import when_data_are_set_up
+from lightning_asgd.adapter.engine_signals import requeueing_of
 from lightning_asgd.adapter.fit_messages import FitMessages
 from lightning_asgd.adapter.fixed_split import FixedSplit
 from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_end
@@ -33,6 +34,7 @@ from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
 from lightning_asgd.adapter.own_state import OwnState, share_callback_modules
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
+from lightning_asgd.adapter.private_names import loaded_checkpoint
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
@@ -93,13 +95,14 @@ class FitSession(Participation):
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
         self._caches = PartitionedCaches(trainer, membership)
+        if membership.entry is not None or not loaded_checkpoint(trainer):  # what was read is not for this fit
+            resume.forget()
         if membership.entry is not None:  # the others have continued since the checkpoint
-            resume.versions, resume.servers, resume.tables = None, (), None
             resume.data = (membership.entry.progress or {}).get("data", {})
+        self._requeueing = requeueing_of(trainer)
         self._ahead = LookAhead(trainer) if self.tables else None
         self.synchronizer = self._set_up(resume.take_versions())
-        if (servers := resume.take_servers()) and self._writes_files:
-            self.synchronizer.restore(servers)
+        self._restore_servers()
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
@@ -143,6 +146,8 @@ class FitSession(Participation):
         self._watch_optimizers()
         self._own_state = OwnState(self._module, lambda: self.synchronizer.layout, lambda: self._collectives)
         self._load_tables()
+        self._requeueing.defers = True  # from now on a signal waits
+        self._requeueing.handle()
 
     def _watch_optimizers(self) -> None:
         """Be told of the steps of the Trainer's optimizers, also of those that a hook has put in their place."""
@@ -158,6 +163,13 @@ class FitSession(Participation):
         """Have the servers take what was loaded during the fit; all workers call it."""
         self._load_tables()
         self.set_up_again()
+        self._restore_servers()
+        self._resume.forget()  # the versions and the epoch's data stay as they are
+
+    def _restore_servers(self) -> None:
+        """Have the servers take what they had kept beside the weights of a checkpoint that was read."""
+        if (servers := self._resume.take_servers()) and self._writes_files:
+            self.synchronizer.restore(servers)
 
     def _load_tables(self) -> None:
         """Have the servers take the tables of a checkpoint that was read; all workers call it."""
@@ -246,6 +258,12 @@ class FitSession(Participation):
         """Decide what follows a training batch."""
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
+        if self._requeueing.came:
+            self._requeueing.handle()
+
+    def after_validation_batch(self) -> None:
+        """Write a checkpoint here if SLURM's signal has come."""
+        self._requeueing.handle()
 
     # ------------------------------------------------------------------ sync points
 
@@ -291,6 +309,7 @@ class FitSession(Participation):
         """Synchronise, unless all have done so and nothing was trained since."""
         if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
             self.sync_point("epoch end")
+        self._requeueing.handle()
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
         """Wait for all living workers, and give all of them the same bits of the servers' weights.
@@ -360,6 +379,8 @@ class FitSession(Participation):
         self._note_losses()
         if not self.in_search:
             self._messages.end(self.synchronizer.stats)
+            self._requeueing.defers = False
+            self._requeueing.handle()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -319,9 +319,9 @@ class LeasedLoop:
         self._counted = batches
         if self.trainer.lightning_module.automatic_optimization and self._uniform:  # else each worker has its own count
             step = max(step, self._next_step())
+        self._step_schedules()
         count_steps(self.trainer, step)
         self._global_step = step
-        self._step_schedules()
         return self._position
 
     def end_epoch(self, batches: int) -> None:
@@ -417,7 +417,7 @@ class LeasedLoop:
     def _step_schedules(self) -> None:
         """Advance the schedules that step with batches to where all workers would be if equally fast."""
         position = self._position if self._interval_done else min(self._position, self._batches - 1)
-        self._schedules.advance_to(position, self._accumulate, self._batches)
+        self._schedules.advance_to(position, self._accumulate, self._batches, self._steps_before)
 
     def _next_step(self) -> int:
         """The value of ``global_step`` after a batch."""

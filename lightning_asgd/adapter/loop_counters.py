@@ -139,8 +139,11 @@ class BatchSchedules:
                 "to the strategy."
             )
 
-    def advance_to(self, position: int, accumulate: int, batches: int) -> None:
-        """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``."""
+    def advance_to(self, position: int, accumulate: int, batches: int, steps_before: float) -> None:
+        """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``.
+
+        ``steps_before`` is the number of steps before the epoch.
+        """
         module = self._trainer.lightning_module
         for batch in range(self.stepped + 1, position + 1):
             if not module.automatic_optimization or (batch % accumulate and batch < batches):
@@ -148,8 +151,18 @@ class BatchSchedules:
             for config in private_names.schedules(self._trainer):
                 frequency = self._frequencies.get(id(config))
                 if frequency is not None and batch % frequency == 0:
-                    module.lr_scheduler_step(config.scheduler, None)
+                    self._step(config.scheduler, math.ceil(steps_before + batch / accumulate - 1e-6))
         self.stepped = max(self.stepped, position)
+
+    def _step(self, scheduler: Any, step: int) -> None:
+        """Step one, with ``global_step`` as it is after this optimizer step: a module's own hook may read it."""
+        trainer = self._trainer
+        before = trainer.global_step
+        count_steps(trainer, max(before, step))
+        try:
+            trainer.lightning_module.lr_scheduler_step(scheduler, None)
+        finally:
+            count_steps(trainer, before)
 
     def restore(self) -> None:
         """Let Lightning step them again."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.checkpointing import Resumption, is_last, read_tables, remove_tables, tables_saved
 from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
-from lightning_asgd.adapter.engine_signals import heed_engine
+from lightning_asgd.adapter.engine_signals import defer_requeueing, heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.island_strategy import become_island
 from lightning_asgd.adapter.joint_decisions import Sigterm
@@ -242,9 +242,8 @@ class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[m
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
         self.announce()
         sigterm = Sigterm(trainer, alone=True)
-        self._undo = sigterm.undo, put_first(trainer, monitor=self.options.monitor)
-        if self._job.attaches:
-            self._undo += (heed_engine(trainer, sigterm.note),)
+        heeds = heed_engine(trainer, sigterm.note) if self._job.attaches else defer_requeueing(trainer)
+        self._undo = sigterm.undo, put_first(trainer, monitor=self.options.monitor), heeds
 
     def announce(self) -> None:
         """Publish this worker's rank and world size in torch.distributed and the environment."""

@@ -26,6 +26,7 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 from lightning_asgd.worker.table_clients import TableClients
@@ -235,10 +236,15 @@ class Participation:
             )
 
     def _share_posterior(self) -> None:
-        """Give samplers this worker's random stream, and the number of chains, which follows that of the workers."""
+        """Give samplers this worker's random stream, and the number of chains, which follows that of the workers.
+
+        The stream is the worker's number: in an elastic run the rank is 0 for whichever worker is chief. All processes
+        of an island need the same noise. Those without a client of their own have the number as their rank.
+        """
         membership = self._membership
-        chains = self._config.algorithm.chains(membership.rank_and_size[1])
-        share_posterior(self.optimizers, membership.rank, chains)
+        client: SessionClient | None = membership.client
+        stream = membership.rank if client is None else client.connection.worker
+        share_posterior(self.optimizers, stream, self._config.algorithm.chains(membership.rank_and_size[1]))
 
     def _by_key(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the module, given by its parameters' and buffers' names, by the keys of its ``state_dict()``."""

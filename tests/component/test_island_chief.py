@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_fleet import IslandFleet
+from lightning_asgd.loop.participation import Participation
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.optim import SGLD
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from tests.helpers.actor_islands import ActorGroup, Talk
@@ -37,6 +40,9 @@ class Process(IslandFleet):
         if self.group.leads:
             self.client: Any = SimpleNamespace(connection=SimpleNamespace(worker=3), note=self.note)
             self.attachment = Attachment(self.client, self._change_chief)
+        else:
+            self.client = None
+            self.sender: Any = SimpleNamespace(connection=SimpleNamespace(worker=3))
 
     def note(self, name: str) -> str:
         self.group.order("restore", 1)
@@ -82,3 +88,27 @@ def test_a_process_that_shares_another_call_than_the_first_one_says_so() -> None
     first.share(exchange)
     with pytest.raises(RuntimeError, match=r"Process 1 of this island is at .*claim, and process 0 at .*exchange\."):
         second.share(claim)
+
+
+def test_all_processes_of_an_island_draw_the_same_noise_whether_it_is_chief_or_not() -> None:
+    talk = Talk(2, nothing_was_said)
+    first, other = (Process(talk, rank) for rank in (0, 1))
+    first._begun = False  # it has no files to take over
+    first.attachment.note_chief(3)
+    first.attachment.update()
+    assert (first.rank, other.rank) == (0, 3)
+    noise = [drawn_by(member) for member in (first, other)]
+    assert torch.equal(*noise)
+    first.client.connection.worker = 4  # another island's
+    assert not torch.equal(drawn_by(first), noise[0])
+
+
+def drawn_by(member: IslandFleet) -> torch.Tensor:
+    """A step of a sampler without a gradient's part: its noise."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    weight.grad = torch.zeros(4)
+    sampler, config = SGLD([weight], lr=0.1, num_data=1, seed=0), ExchangeConfig.create(nsync=1)
+    worker: Any = SimpleNamespace(_membership=member, _config=config, optimizers=[sampler])
+    Participation._share_posterior(worker)
+    sampler.step()
+    return weight.detach()

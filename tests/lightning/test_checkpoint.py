@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.algorithms import ASGD, Downpour, SoftSync
+from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
+from lightning_asgd.algorithms import ASGD, Downpour, Hogwild, SoftSync
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 
 
@@ -276,6 +277,90 @@ def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
         (theirs,) = after[0]["slots"]["optimizer"]["state"].values()
         assert float(mine["sum"].sum()) > 0
         assert torch.equal(mine["sum"], theirs["sum"])
+
+
+class Finding(LearningRateFinder):
+    """Searches again at the start of the second epoch, as in Lightning's example, and notes what the servers keep."""
+
+    def __init__(self) -> None:
+        super().__init__(num_training_steps=8, attr_name="lr")
+        self.kept: list[torch.Tensor] = []
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.note(trainer)
+            self.lr_find(trainer, pl_module)
+            self.note(trainer)
+
+    def note(self, trainer: Any) -> None:
+        ((shard,),) = trainer.strategy.fit_session.synchronizer.state()
+        (state,) = shard[0]["slots"]["optimizer"]["state"].values()
+        self.kept.append(state["sum"].clone())
+
+
+class Versions(pl.Callback):
+    """Notes the servers' versions when fits begin."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.seen.append(list(trainer.strategy.fit_session.synchronizer.versions))
+
+
+def test_a_search_within_a_fit_gives_back_what_the_servers_kept(tmp_path: Path) -> None:
+    finder, versions = Finding(), Versions()
+    strategy = ASGDStrategy(nsync=2, algorithm=Downpour("adagrad", lr=0.01), overlap=False)
+    run = trainer(tmp_path, strategy, devices=1, callbacks=[finder, versions])
+    module = Regression()
+    run.fit(module, loader())
+    before, after = finder.kept
+    assert float(before.sum()) > 0
+    assert torch.equal(before, after)
+    run.fit_loop.max_epochs = 3
+    run.fit(module, loader())  # without a checkpoint
+    assert versions.seen == [[0], [0]]
+
+
+def test_what_a_checkpoint_leaves_out_is_not_taken_from_one_that_was_read_before() -> None:
+    resume, entry = Resumption(), entry_of([5], "ASGD", [[["momentum"]]], {1: {"lr": 2}})
+    assert resume.read({KEY: {**entry, "data": {"epoch": 1}}}, 1, "ASGD", 1) == {"lr": 2}
+    assert (resume.versions, resume.servers, resume.data) == ([5], [[["momentum"]]], {"epoch": 1})
+    assert resume.read({}, 1, "ASGD", 1) == {}
+    assert resume == Resumption()
+
+
+class SavesCopies(Regression):
+    """Has its own idea of what is saved. Another worker takes a step each time that it is asked."""
+
+    others = 0
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        saved = {key: tensor.double() for key, tensor in super().state_dict().items()}
+        self.others += 1
+        with torch.no_grad():
+            self.net[0].bias += 1.0
+        return saved
+
+
+def test_a_checkpoint_writes_nothing_into_weights_that_other_workers_train(tmp_path: Path) -> None:
+    class Checks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: SavesCopies, *_: Any) -> None:
+            bias, others = pl_module.net[0].bias.detach(), pl_module.others
+            expected = bias.clone()
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            assert pl_module.others > others
+            expected += pl_module.others - others
+            torch.testing.assert_close(bias, expected)
+            saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]["net.0.bias"]
+            assert saved.dtype is torch.float64
+
+    run = trainer(tmp_path, ASGDStrategy(algorithm=Hogwild()), devices=1, max_steps=2, callbacks=[Checks()])
+    run.fit(SavesCopies(), loader())
+    assert run.global_step == 2
 
 
 class Fails(Regression):

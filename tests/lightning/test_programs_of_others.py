@@ -244,3 +244,26 @@ def test_a_plateau_schedule_that_steps_with_batches_is_warned_of(tmp_path: Path)
     with pytest.warns(UserWarning, match=r"ReduceLROnPlateau has interval='step'.*Use interval='epoch'"):
         schedules.suspend()
     schedules.suspend()  # warns once
+
+
+class Counted(Uneven):
+    """Its schedule follows the number of steps, as those of timm do."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.steps: list[int] = []
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.steps.append(self.global_step)
+        super().lr_scheduler_step(scheduler, metric)
+
+    def on_fit_end(self) -> None:
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps([self.steps, self.global_step]))
+
+
+def test_a_schedule_that_asks_for_the_number_of_steps_sees_each_of_them(tmp_path: Path) -> None:
+    """Worker 1 is slow: the others' steps are counted several at once."""
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, accumulate_grad_batches=2).fit(Counted(tmp_path), loader(256))
+    assert told(tmp_path) == [[[*range(1, 17)], 16]] * 2
