@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,11 @@ from lightning_asgd.protocol.reductions import reduce
 from lightning_asgd.worker.collectives import Collectives
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Outcome, Pair
+from tests.helpers.holding import await_file
 
-COLLECTIVE_S = 1.5
-DEADLINE_S = 30.0
+COLLECTIVE_S = 1.5  # where any error that names the mutation will do, a time-out too
+STALLED_S = 5.0  # where a collective must not time out before the one that a rank does not call
+DEADLINE_S = 60.0
 NAMED = (
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
@@ -47,16 +48,18 @@ def reorder(calls: list[Any], k: int) -> list[Any]:
     return swapped
 
 
-def stall(calls: list[Any], k: int) -> list[Any]:
-    return [*calls[:k], lambda strategy: time.sleep(2 * COLLECTIVE_S), *calls[k:]]
+def stall(calls: list[Any], k: int, until: Path) -> list[Any]:
+    return [*calls[:k], lambda strategy: await_file(until, 25.0), *calls[k:]]
 
 
-def strategy() -> ASGDStrategy:
-    return ASGDStrategy(nsync=4, timeouts=Timeouts(collective_s=COLLECTIVE_S))
+def strategy(collective_s: float) -> ASGDStrategy:
+    return ASGDStrategy(nsync=4, timeouts=Timeouts(collective_s=collective_s))
 
 
-def talk(lab: Lab, mutate: Callable[[list[Any], int], list[Any]], k: int, hook: str) -> None:
-    """Fit with a callback that makes all calls; rank 1's are mutated."""
+def talk(
+    lab: Lab, mutate: Callable[[list[Any], int], list[Any]], k: int, hook: str, collective_s: float = COLLECTIVE_S
+) -> None:
+    """Fit with a callback that makes all calls; rank 1's are mutated. Leaves a file at its end."""
     calls = list(CALLS) if lab.rank == 0 else mutate(list(CALLS), k)
 
     def speak(self: Any, trainer: Any, module: Any) -> None:
@@ -64,8 +67,11 @@ def talk(lab: Lab, mutate: Callable[[list[Any], int], list[Any]], k: int, hook: 
             call(trainer.strategy)
 
     talker = type("Talker", (lab.pl.Callback,), {hook: speak})()
-    trainer = lab.trainer(strategy=strategy(), callbacks=[talker], max_epochs=1, limit_train_batches=4)
-    trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
+    trainer = lab.trainer(strategy=strategy(collective_s), callbacks=[talker], max_epochs=1, limit_train_batches=4)
+    try:
+        trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
+    finally:
+        (lab.folder / f"over{lab.rank}").touch()
 
 
 def ends_with_a_named_error(pair: Pair, case: Any, folder: Path) -> list[Outcome]:
@@ -84,7 +90,9 @@ def test_a_mutated_callback(mutate: Any, k: int, pair: Pair, tmp_path: Path) -> 
 
 
 def test_a_rank_that_does_not_come_is_named(pair: Pair, tmp_path: Path) -> None:
-    outcomes = ends_with_a_named_error(pair, partial(talk, mutate=stall, k=2, hook="on_train_epoch_end"), tmp_path)
+    mutate = partial(stall, until=tmp_path / "over0")  # rank 1 waits until rank 0 has given up
+    case = partial(talk, mutate=mutate, k=2, hook="on_train_epoch_end", collective_s=STALLED_S)
+    outcomes = ends_with_a_named_error(pair, case, tmp_path)
     assert "CollectiveTimeoutError: reduce 'sum'" in outcomes[0].error
     assert "worker 1 did not call it" in outcomes[0].error
 
@@ -111,7 +119,7 @@ def count_calls(lab: Lab) -> dict[str, int]:
         seen += self.real
         return call(self, *args, **kwargs)
 
-    with_collectives(counted, lambda: short_fit(lab))
+    with_collectives(counted, lambda: short_fit(lab, collective_s=100.0))
     return {"calls": seen}
 
 
@@ -151,8 +159,8 @@ def through(changed: Callable[..., Any], original: Callable[..., Any]) -> Callab
     return lambda self, *args, **kwargs: changed(original, self, *args, **kwargs)
 
 
-def short_fit(lab: Lab) -> None:
-    trainer = lab.trainer(strategy=strategy(), max_epochs=1, limit_train_batches=4)
+def short_fit(lab: Lab, collective_s: float = COLLECTIVE_S) -> None:
+    trainer = lab.trainer(strategy=strategy(collective_s), max_epochs=1, limit_train_batches=4)
     trainer.fit(lab.regression(), lab.loader(), lab.loader(16))
 
 

@@ -1,4 +1,4 @@
-"""A test keeps one worker waiting while another one starts: how long it takes to import torch decides nothing then."""
+"""A test keeps one worker waiting for another one: how fast processes start and run decides nothing then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-__all__ = ["Gate", "hold", "release"]
+__all__ = ["Gate", "await_file", "hold", "release"]
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -26,18 +26,32 @@ def release(folder: Path, *names: str) -> None:
         _file(folder, name).unlink()
 
 
-class Gate:
-    """Where a worker waits while it is held."""
+def await_file(file: Path, seconds: float = 30.0) -> None:
+    """Wait until another process has made a file. If it has not in time, go on: the test's own assertion fails then."""
+    until = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.005)
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.file, self.epoch = _file(folder, name), -1
+
+class Gate:
+    """Where a worker waits while it is held. In an epoch's first batch it also waits for the third of ``ahead``."""
+
+    def __init__(self, folder: Path, name: str, ahead: str = "") -> None:
+        self.file, self.epoch, self.batches = _file(folder, name), -1, 0
+        self._third, self._awaited = (str(folder / f"{each}-{{}}.third") for each in (name, ahead))
+        self._follows = ahead != ""
 
     def step(self, epoch: int) -> None:
-        if epoch == self.epoch:
+        self.batches = self.batches + 1 if epoch == self.epoch else 1
+        if self.batches == 3:
+            Path(self._third.format(epoch)).touch()
+        if self.batches > 1:
             return
         self.epoch = epoch
         while self._held() <= epoch:
             time.sleep(0.01)
+        if self._follows:
+            await_file(Path(self._awaited.format(epoch)), 3.0)
 
     def _held(self) -> float:
         try:

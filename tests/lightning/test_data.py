@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_asgd import ASGDStrategy
+from tests.helpers.holding import await_file
 from tests.lightning.models import Regression, dataset, loader, trainer
 
 SAMPLES, BATCH = 128, 4  # 32 batches, 16 for each of two workers
@@ -44,11 +45,14 @@ def trains_dummy(trainer: pl.Trainer) -> bool:
 
 
 class Watching(Regression):
-    """Notes the samples that it trains, dummy batches apart; worker 1 is slow."""
+    """Notes the samples that it trains, dummy batches apart; worker 1 is slow.
 
-    def __init__(self, folder: Path, slow_s: float = 0.03) -> None:
+    With ``ahead`` worker 1 waits in its first batch of a sync interval until worker 0 trains that many of its own.
+    """
+
+    def __init__(self, folder: Path, slow_s: float = 0.03, ahead: int = 0) -> None:
         super().__init__()
-        self.folder, self.slow_s = folder, slow_s
+        self.folder, self.slow_s, self.ahead, self.begun = folder, slow_s, ahead, 0
         self.seen: list[tuple[int, list[int]]] = []
         self.validated: list[tuple[int, int, float]] = []
 
@@ -56,7 +60,13 @@ class Watching(Regression):
         x, y, numbers = batch
         if not trains_dummy(self.trainer):
             self.seen.append((self.current_epoch, numbers.tolist()))
+        self.begun += 1
+        is_ahead = self.folder / f"ahead{len(self.validated)}"
+        if self.global_rank == 0 and self.begun == self.ahead:
+            is_ahead.touch()
         if self.global_rank == 1:
+            if self.ahead and self.begun == 1:
+                await_file(is_ahead)
             time.sleep(self.slow_s)
         return super().training_step((x, y), batch_idx)
 
@@ -65,6 +75,7 @@ class Watching(Regression):
             rate = self.trainer.optimizers[0].param_groups[0]["lr"]
             trained = len([1 for epoch, _ in self.seen if epoch == self.current_epoch])
             self.validated.append((self.trainer.global_step, trained, rate))
+            self.begun = 0
 
     def on_fit_end(self) -> None:
         result = {"seen": self.seen, "validated": self.validated, "step": self.trainer.global_step}
@@ -97,7 +108,7 @@ ONCE = Counter(range(SAMPLES))
 
 @pytest.mark.parametrize("processes", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, processes: dict[str, Any]) -> None:
-    module = Watching(tmp_path, slow_s=0.3)
+    module = Watching(tmp_path, slow_s=0.3, ahead=3)
     run = trainer(tmp_path, strategy(), val_check_interval=0.5, max_epochs=2)
     run.fit(module, numbered(**processes), loader(16))
     seen = Seen(tmp_path)
@@ -288,7 +299,14 @@ def test_a_worker_that_stops_leaves_the_rest_to_the_others(tmp_path: Path) -> No
 
 
 class Unequal(Watching):
-    """Worker 1 has larger batches."""
+    """Worker 1 has larger batches. It gets whole ones at first: worker 0 waits for it in its own first batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            (self.folder / "begun").touch()
+        else:
+            await_file(self.folder / "begun")
+        return super().training_step(batch, batch_idx)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return numbered(batch_size=BATCH if self.global_rank == 0 else 10)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.holding import release
 from tests.lightning import test_islands
 from tests.lightning.models import trainer
 from tests.lightning.test_islands import BATCH, EPOCHS, SAMPLES, Net, run  # noqa: F401
@@ -225,9 +226,10 @@ def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(sta
 
 def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -> None:  # noqa: F811
     _, started = run
-    started.start_counting({"a": "DDP", "b": "DDP"})
+    started.start_counting({"a": "DDP", "b": "DDP"}, a=3)
     started.await_epoch("a", 1)
     os.kill(started.processes["a"][1].pid, signal.SIGTERM)
+    release(started.folder, "a")
     for process in started.processes["a"]:
         process.join(60)
         assert process.exitcode == 0

@@ -162,14 +162,16 @@ class Started:
         for process in self.processes[name]:
             process.start()
 
-    def start_counting(self, insides: dict[str, str]) -> None:
-        """Start islands that count, and let them train when each has begun."""
+    def start_counting(self, insides: dict[str, str], **later: int) -> None:
+        """Start islands that count, and let them train when each has begun; keep some waiting in later epochs."""
         hold(self.folder, *insides)
         for name, inside in insides.items():
             self.start(name, inside, self.address, epochs=EPOCHS, counts=True)
         for name in insides:
             self.await_epoch(name, 0)
-        release(self.folder, *insides)
+        for name, epoch in later.items():
+            hold(self.folder, name, epoch=epoch)
+        release(self.folder, *insides.keys() - later.keys())
 
     def await_epoch(self, name: str, epoch: int) -> None:
         """Wait until an island that was just started trains an epoch, or a later one."""
@@ -255,8 +257,7 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
     _, started = run
     insides = {"a": "DDP", "b": "FSDP2"}
     (other,) = set(insides) - {killed}
-    started.start_counting(insides)
-    hold(started.folder, other, epoch=2)
+    started.start_counting(insides, **{other: 2})
     started.await_epoch(killed, 1)
     partner, victim = started.processes[killed]
     os.kill(victim.pid, signal.SIGKILL)
@@ -287,12 +288,14 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
 @pytest.mark.timeout(300)
 def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
     _, started = run
-    started.start_counting({"a": "DDP", "b": "FSDP2"})
+    started.start_counting({"a": "DDP", "b": "FSDP2"}, a=3)  # when a server is killed, most of the training is left
     first = servers_of(started.served.pid)
     for epoch, server in enumerate(first, 1):
         for name in "ab":
             started.await_epoch(name, 2 * epoch)
         server.kill()
+        hold(started.folder, "a", epoch=2 * epoch + 3)
+    release(started.folder, "a")
     for each in started.results("a", "b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
     log = (started.folder / "a0.log").read_text()

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.plain import Counts, Run, Shards, numbered
+from tests.helpers.ports import free_port
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Regression, loader, trainer
@@ -99,24 +99,27 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
         wait_until(lambda: epoch("a") >= 1, 40, "training")
         start("b")
         wait_until((tmp_path / "b.begun").exists, 40, "a second worker's start")
+        hold(tmp_path, "b", epoch=3)
         release(tmp_path, "a")
         wait_until(lambda: epoch("b") >= 2, 30, "training with a second worker")
         servers_of(served.pid)[0].kill()
         before = epoch("b")
+        hold(tmp_path, "b", epoch=6)
         wait_until(lambda: epoch("b") > before, 30, "training with another server")
-        hold(tmp_path, "b")
         started["a"].kill()
+        hold(tmp_path, "c", epoch=9)
         start("c", 0.05)
         wait_until((tmp_path / "c.begun").exists, 40, "a third worker's start")
         release(tmp_path, "b")
         wait_until(lambda: epoch("c") > 0, 30, "training with a third worker")
         os.kill(started["c"].pid, signal.SIGTERM)
+        release(tmp_path, "c")
         started["c"].join(40)
         assert started["c"].exitcode == 128 + signal.SIGTERM, (tmp_path / "c.log").read_text()
         started["b"].join(40)
         assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
         os.kill(served.pid, signal.SIGTERM)
-        served.join(10)
+        served.join(40)
         assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
     finally:
         for process in (*started.values(), served):
@@ -245,8 +248,7 @@ def member(folder: Path, rank: int, port: int, shards: bool) -> None:
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [mains(target=member, args=(tmp_path, rank, port, shards)) for rank in (0, 1)]
     try:
         for worker in workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_asgd import AsyncSGD
 from lightning_asgd.algorithms import ASGD, LayerWise
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from tests.helpers.plain import Counts, numbered
+from tests.helpers.ports import free_port
 from tests.lightning.test_runs import to_file
 
 STEPS, BATCH = 8, 6
@@ -271,8 +271,7 @@ def killed(folder: Path, rank: int, port: int) -> None:
 
 def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
     """No process has started the workers that would report it, and none sends heartbeats."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [mains(target=killed, args=(tmp_path, rank, port)) for rank in (0, 1)]
     try:
         for worker in workers:
@@ -287,8 +286,7 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
 
 
 def test_two_processes_train_what_one_trains_on_all_batches(tmp_path: Path, mains: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     workers = [mains(target=member, args=(tmp_path, rank, port)) for rank in (0, 1)]
     try:
         for worker in workers:

@@ -401,7 +401,7 @@ def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeyp
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)Server 0 .* exit code 1.*this torch is broken"):
         trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # and not until a time-out, which is 120 s
     supervisor.close_current()
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from tests.helpers.holding import await_file
 from tests.lightning.models import dataset
 
 USUALLY_ONE = ("pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow))
@@ -161,8 +162,11 @@ def test_the_others_come_where_one_stops(tmp_path: Path, data: str) -> None:
 
     def stop(module: Any, batch_idx: int, here: str) -> None:
         if here == "end" and module.global_rank == 0:
+            if batch_idx == 0:
+                await_file(tmp_path / "stopping")  # else it might train all, apart from one batch, before the other
             time.sleep(0.1)  # an epoch of 32 batches takes it seconds
         elif here == "end" and batch_idx == 4:
+            (tmp_path / "stopping").touch()
             module.trainer.should_stop = True
 
     zero, one = program("pytorch_lightning", tmp_path, stop, data)

@@ -73,7 +73,7 @@ def strategy(**options: Any) -> ASGDStrategy:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_every_sample_once_per_epoch_and_more_for_the_faster_worker(tmp_path: Path, known: bool) -> None:
-    module = Paced(tmp_path, slow_s=0.3)
+    module = Paced(tmp_path, slow_s=0.3, ahead=3)
     run = trainer(tmp_path, strategy(), val_check_interval=4, max_epochs=2)
     run.fit(module, sharded(known), loader(16))
     seen = Seen(tmp_path)
@@ -197,7 +197,7 @@ def started(process: int) -> None:
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True, "worker_init_fn": started}])
 def test_loader_processes_read_shards_side_by_side(tmp_path: Path, known: bool, options: dict[str, Any]) -> None:
     run = trainer(tmp_path, strategy(), val_check_interval=4, max_epochs=2)
-    run.fit(Paced(tmp_path, slow_s=0.3), sharded(known, num_workers=2, **options), loader(16))
+    run.fit(Paced(tmp_path, slow_s=0.3, ahead=1), sharded(known, num_workers=2, **options), loader(16))
     seen = Seen(tmp_path)
     assert seen.of_epoch(0) == seen.of_epoch(1) == ONCE
     assert seen.batches(0) > 2 * seen.batches(1)

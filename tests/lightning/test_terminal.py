@@ -1,6 +1,7 @@
 """What a terminal shows of a fit of two workers, the second of them slowed down: messages and progress bars.
 
-A fit runs in a pseudo terminal of 80 columns, and what it draws there is recorded. To see it:
+In its first batch of an epoch the second worker waits until the first one has trained most of it. A fit runs in a
+pseudo terminal of 80 columns, and what it draws there is recorded. To see it:
 
     python -m tests.lightning.test_terminal rich lightning.pytorch    # or tqdm, and pytorch_lightning
 """
@@ -29,10 +30,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
+from tests.helpers.holding import await_file
 from tests.lightning import models
 from tests.lightning.test_processes import alive, wait_until
 
 SAMPLES, BATCH, EPOCHS, COLUMNS, DEADLINE_S = 400, 4, 2, 80, 60
+MOST = 60  # of the 100 batches of an epoch
 ESCAPE = r"\x1b\[[?\d;]*[A-Za-z]"
 BARS = {"tqdm": "TQDMProgressBar", "rich": "RichProgressBar"}
 
@@ -64,6 +67,11 @@ def fit(folder: Path, package: str, bar: str) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.batches += 1
             time.sleep(0.05 if self.global_rank else 0.004)
+            trained = folder / f"{bar}.{self.current_epoch}.trained"
+            if self.global_rank == 0 and self.batches == MOST:
+                trained.touch()
+            elif self.global_rank == 1 and self.batches == 1:
+                await_file(trained)
             return self.layer(batch[0]).square().mean()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -20,26 +20,43 @@ from torch.utils.data import DataLoader, IterDataPipe
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError
+from tests.helpers.holding import await_file
 from tests.helpers.ports import free_port
 from tests.lightning.models import Regression, digest, loader, trainer
 
-SAMPLES, BATCH = 512, 8
+SAMPLES, BATCH = 512, 8  # 64 batches
+AHEAD = 45  # batches of rank 0 for which the slow one waits: more than twice as many as are left for it
 
 
 class Slow(Regression):
-    """One of the ranks takes much longer for a batch."""
+    """One of the ranks takes much longer for a batch, and in its third one waits until the other is far ahead."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.is_ahead = folder / "ahead"
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.global_rank == 1:
             time.sleep(0.1)
+            if batch_idx == 2:
+                await_file(self.is_ahead)
+        elif batch_idx == AHEAD - 1:
+            self.is_ahead.touch()
         return super().training_step(batch, batch_idx)
 
 
 class Terminated(Regression):
-    """One of the ranks gets SIGTERM in its fifth batch."""
+    """One of the ranks gets SIGTERM in its sixth batch, for which the other waits in its first: else it trained all."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.signalled = folder / "signalled"
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 0 and batch_idx == 0:
+            await_file(self.signalled)
         if self.global_rank == 1 and batch_idx == 5:
+            self.signalled.touch()
             os.kill(os.getpid(), signal.SIGTERM)
         return super().training_step(batch, batch_idx)
 
@@ -53,7 +70,7 @@ def fit(folder: Path, module: Regression, **options: Any) -> Any:
 def not_in_step(folder: Path, rank: int, port: int) -> Any:
     """Whether ranks keep their own pace although a script has made a process group of torch's."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
-    module = Slow()
+    module = Slow(folder)
     fit(folder, module)
     return {"batches": len(module.losses), "backend": dist.get_backend()}
 
@@ -69,7 +86,7 @@ def ddp_afterwards(folder: Path, rank: int, port: int) -> Any:
 
 def one_is_terminated(folder: Path, rank: int, port: int) -> Any:
     """Rank 1 gets SIGTERM, and the other trains all there is."""
-    module = Terminated()
+    module = Terminated(folder)
     run = fit(folder, module)
     return {"batches": len(module.losses), "step": run.global_step}
 

@@ -22,6 +22,7 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.addresses import LOOPBACK, interface_of, local_address_towards
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import CallTimeoutError
+from tests.helpers.ports import free_port
 from tests.helpers.servers import SECRET
 
 Host = Callable[..., Rendezvous]
@@ -302,9 +303,7 @@ def test_an_address_of_no_interface_is_an_error() -> None:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A free port, where process groups meet; they are gone afterwards."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        number = probe.getsockname()[1]
+    number = free_port()
     monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
     monkeypatch.setenv("MASTER_PORT", str(number))
     yield number

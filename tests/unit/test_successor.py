@@ -12,12 +12,33 @@ from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.loop import training_job
 from lightning_asgd.transports import registry
+from lightning_asgd.transports.addresses import LOOPBACK
 from lightning_asgd.transports.rendezvous import successor_of
+from tests.helpers.ports import free_port
 
 
-@pytest.mark.parametrize(("tended", "start_s", "waits_s"), [(False, 20.0, 0.5), (True, 1.5, 2.0)])
+class Clock:
+    """Stands in for a module's ``time``; a test sets it forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s, self.reads = 0.0, 0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        self.reads += 1
+        return time.monotonic() + self.ahead_s
+
+    def await_reads(self, number: int) -> None:
+        """Wait until it was read that many times more."""
+        enough, until = self.reads + number, time.monotonic() + 20
+        while self.reads < enough:
+            assert time.monotonic() < until, f"the clock was read {self.reads} times in 20 s, not {enough} times"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("tended", [False, True])
 def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(
-    monkeypatch: pytest.MonkeyPatch, tended: bool, start_s: float, waits_s: float
+    monkeypatch: pytest.MonkeyPatch, tended: bool
 ) -> None:
     """`serve` stops its servers first: a worker may have connected to its rendezvous when that closes.
 
@@ -25,14 +46,21 @@ def test_a_worker_of_a_run_waits_while_serve_is_stopped_and_started_again(
     """
     monkeypatch.setenv(SECRET_ENV, "known to this test alone")
     kind, lost = registry.kind_of("zmq"), "tcp://127.0.0.1:1"
-    hosted = kind.host_rendezvous()
+    hosted = kind.host_rendezvous(LOOPBACK, free_port())  # it is hosted there again
     hosted.announce_run("run", "zmq", ["server/a"], tended=tended)
     hosted.put("server/a", {"address": lost})
-    job = training_job.TrainingJob(1, start_s, run_id="run", address=hosted.address, transport="zmq")
+    job = training_job.TrainingJob(1, 20.0, run_id="run", address=hosted.address, transport="zmq")
     monkeypatch.setattr(training_job, "_transport", types.SimpleNamespace(addresses=(lost,)))
+    clock = Clock()
+    monkeypatch.setattr(training_job, "time", clock)
     with concurrent.futures.ThreadPoolExecutor() as threads:
         found = threads.submit(job.successor, 0)
-        time.sleep(waits_s)  # it waits for another address there
+        if tended:
+            clock.await_reads(3)  # two before it connects, and one whenever it looks for another address there
+            clock.ahead_s = 60.0  # longer than it would wait otherwise
+            clock.await_reads(2)
+        else:
+            time.sleep(0.5)  # it waits for another address there
         hosted.close()
         time.sleep(0.5)
         assert not found.done()
