@@ -3,7 +3,8 @@
 In an elastic run the worker leaves. That is the same everywhere: Lightning's flag of a SIGTERM ends the fit after the
 present batch, the worker gives its leases back, and the process ends with exit code 0. The others continue.
 
-In a job Lightning's own handler writes a checkpoint and has SLURM requeue the job, once the present batch is trained.
+In a job Lightning's own handler writes a checkpoint and has SLURM requeue the job, once the present batch is trained or
+the sync point is over.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lightning_asgd.adapter import private_names
 from lightning_asgd.processes.engine import end_with_agent, requeue_job
 from lightning_asgd.worker.collectives import Phase
 
-__all__ = ["Requeueing", "defer_requeueing", "heed_engine", "requeueing_of"]
+__all__ = ["HeedsInValidation", "Requeueing", "defer_requeueing", "heed_engine", "requeueing_of"]
 
 
 def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], None]:
@@ -44,6 +45,18 @@ def requeueing_of(trainer: Any) -> Requeueing:
     """The handler that :func:`defer_requeueing` has set; one that no signal reaches where it has not."""
     handler = private_names.requeue_job(trainer)
     return handler if isinstance(handler, Requeueing) else Requeueing(trainer)
+
+
+class HeedsInValidation:
+    """The part of the strategy that heeds SLURM's signal in a validation, which may take longer than what is left."""
+
+    fit_session: Any
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's; before it, where Lightning resumes a validation, write a checkpoint if asked to."""
+        if self.fit_session is not None:
+            self.fit_session.before_validation_step()
+        return super().validation_step(*args, **kwargs)  # type: ignore[misc]
 
 
 class Requeueing:

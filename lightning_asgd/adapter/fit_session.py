@@ -164,7 +164,7 @@ class FitSession(Participation):
         self._load_tables()
         self.set_up_again()
         self._restore_servers()
-        self._resume.forget()  # the versions and the epoch's data stay as they are
+        self._resume.forget()  # what the search's checkpoint says of versions and data is not for this fit
 
     def _restore_servers(self) -> None:
         """Have the servers take what they had kept beside the weights of a checkpoint that was read."""
@@ -261,7 +261,7 @@ class FitSession(Participation):
         if self._requeueing.came:
             self._requeueing.handle()
 
-    def after_validation_batch(self) -> None:
+    def before_validation_step(self) -> None:
         """Write a checkpoint here if SLURM's signal has come."""
         self._requeueing.handle()
 

@@ -86,6 +86,15 @@ def _process_state() -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype()),
+        "dtype": torch.get_default_dtype(),
+        "precision": _precision(),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
+
+
+def _precision() -> tuple[str, bool]:
+    """The precision of float32 matrix products, and whether a program has set it with the newer functions of torch."""
+    try:
+        return torch.get_float32_matmul_precision(), False
+    except RuntimeError:
+        return torch.backends.cuda.matmul.fp32_precision, True

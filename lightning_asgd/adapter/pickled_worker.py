@@ -27,9 +27,12 @@ def run_copy() -> None:
         numpy.random.set_state(state["numpy"])
     enabled, warn_only = state["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    precision, dtype = state["precision"]
-    torch.set_float32_matmul_precision(precision)
-    torch.set_default_dtype(dtype)
+    precision, newer = state["precision"]
+    if newer:
+        torch.backends.cuda.matmul.fp32_precision = precision
+    else:
+        torch.set_float32_matmul_precision(precision)
+    torch.set_default_dtype(state["dtype"])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = state["cudnn"]
     strategy = trainer.strategy
     strategy.set_world_ranks()  # as when a Trainer is made: the copy has those of worker 0

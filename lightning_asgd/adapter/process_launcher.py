@@ -210,7 +210,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             os.environ["OMP_NUM_THREADS"] = "1"
         _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
         if self.start_method == "forkserver":
-            os.environ.update(json.loads(self._secret.read_text()))
+            job_secret.take(json.loads(self._secret.read_text()))
         rank_variables.note_main(os.getppid())
         with rank_variables.owning():
             os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next

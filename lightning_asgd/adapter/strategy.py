@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names, world
 from lightning_asgd.adapter.checkpointing import Resumption, is_last, read_tables, remove_tables, tables_saved
 from lightning_asgd.adapter.class_trees import Extension, Tree, rank_zero_warn
-from lightning_asgd.adapter.engine_signals import defer_requeueing, heed_engine
+from lightning_asgd.adapter.engine_signals import HeedsInValidation, defer_requeueing, heed_engine
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.island_strategy import become_island
 from lightning_asgd.adapter.joint_decisions import Sigterm
@@ -45,7 +45,7 @@ __all__ = ["ASGDStrategy"]
 log = logging.getLogger(__name__)
 
 
-class ASGDStrategy(WorkerPlace, StrategyExtension, Extension):  # type: ignore[misc]
+class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension):  # type: ignore[misc]
     """Trains with asynchronous SGD: every worker at its own speed, with weights exchanged over parameter servers.
 
     Every ``nsync`` optimizer steps a worker sends its update to the servers and receives the combined weights of all

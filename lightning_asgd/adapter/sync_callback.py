@@ -39,11 +39,6 @@ class SyncPoints(Extension):  # type: ignore[misc]
         if trainer.strategy.fit_session is not None:
             trainer.strategy.fit_session.sync_before_validation()
 
-    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Heed SLURM's warning: a validation may take longer than the time that is left."""
-        if trainer.strategy.fit_session is not None:
-            trainer.strategy.fit_session.after_validation_batch()
-
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Have all workers end the epoch with the same weights."""
         trainer.strategy.fit_session.sync_at_epoch_end()

@@ -61,7 +61,7 @@ class SharedLoader:
         collate_fn: makes a batch of a list of samples; torch's own by default.
         patience_s: seconds for which programs wait for others.
         name: programs of this user find each other by it, together with the numbers above. By default they do so by
-            the pickled data set; and by the working directory, if the data set holds a relative path that exists.
+            the pickled data set, and by the working directory if the data set holds a relative path that exists.
         options: of the :class:`torch.utils.data.DataLoader` that makes this program's batches: ``num_workers``,
             ``prefetch_factor``, ``worker_init_fn``, ``multiprocessing_context``, ``timeout``.
 

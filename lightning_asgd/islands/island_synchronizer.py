@@ -23,7 +23,14 @@ from lightning_asgd.worker.exchanger import Channel, Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Held, Skipped, Synchronizer, Training, Waits, run
-from lightning_asgd.worker.worker_setup import Start, check_shapes, exchanged_tensors, fragments_of, named_state
+from lightning_asgd.worker.worker_setup import (
+    Start,
+    check_shapes,
+    exchanged_tensors,
+    fragments_of,
+    named_state,
+    warn_if_fewer,
+)
 
 __all__ = ["IslandSynchronizer", "set_up_island"]
 
@@ -222,6 +229,7 @@ def set_up_island(
     blocks = {name: [each[name] for each in gathered] for name in mine}
     modules = list(module.modules())
     parts, fragments = [], fragments_of(trainable, buffers, algorithm.fragments, num_servers)
+    warn_if_fewer(algorithm, len(fragments))
     reshard(modules)
     for number, fragment in enumerate(fragments):
         held, places = part_layout(fragment, blocks, group.rank), local_places(module, fragment)

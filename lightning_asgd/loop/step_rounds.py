@@ -16,9 +16,9 @@ _PATIENCE = 16  # rounds in a row
 class Rounds:
     """Learns in which order optimizers step. ``number`` is how many there are.
 
-    A round ends when an optimizer steps that has stepped in it. The longest round is the usual one. If 16 in a row were
-    others, as in a phase of one optimizer alone, the latest of these is. Until a round has held all optimizers, or 16
-    have passed, none is known, and no step closes a round.
+    A round ends when an optimizer steps that has stepped in it. The longest round is the usual one. After 16 in a row
+    that differ from it, as in a phase of one optimizer alone, the latest becomes the usual one. Until a round has held
+    all optimizers, or 16 have passed, none is known, and no step closes a round.
 
     Example:
         >>> rounds = Rounds(2)

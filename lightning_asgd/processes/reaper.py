@@ -22,7 +22,8 @@ import psutil
 
 __all__ = ["reap", "start", "started"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # what a terminal or a scheduler sends to a whole job
+# What a terminal or a scheduler sends to a whole job.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 _POLL_S = 0.25
 _PATIENCE_S = 3.5  # for processes to end by themselves, and for one of them to write a last checkpoint

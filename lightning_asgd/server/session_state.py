@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +37,6 @@ from lightning_asgd.transports.shared_memory import host_identity
 
 __all__ = ["SessionState"]
 
-log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -426,7 +426,7 @@ def _may_be_for_a_server(said: bytes) -> bool:
 
 def _main() -> None:
     parent, number, port = map(int, sys.argv[1:])
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # it ends with its parent, whose last messages it passes on
     with contextlib.suppress(ImportError, ValueError, OSError):  # not Unix, or no limit
         import resource

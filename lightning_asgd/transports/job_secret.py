@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_asgd.environment import SECRET_ENV
 
-__all__ = ["given", "key_for", "provide", "seal", "treat_as_given", "unseal", "variables"]
+__all__ = ["given", "key_for", "provide", "seal", "take", "treat_as_given", "unseal", "variables"]
 
 _OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
 _own: str | None = None  # the same: servers outlive a job, and a program may restore its environment between two jobs
@@ -60,9 +60,17 @@ def treat_as_given() -> Callable[[], None]:
     return lambda: None if own is None else os.environ.__setitem__(_OWN_ENV, own)
 
 
-def variables() -> dict[str, str]:
-    """The environment variables that a process needs that does not inherit them, such as a fork server's child."""
-    return {name: os.environ[name] for name in (SECRET_ENV, _OWN_ENV) if name in os.environ}
+def variables() -> dict[str, str | None]:
+    """What :func:`take` is given in a process that does not inherit the environment, such as a fork server's child."""
+    return {name: os.environ.get(name) for name in (SECRET_ENV, _OWN_ENV)}
+
+
+def take(variables: dict[str, str | None]) -> None:
+    """Take over the secret of the process that has started this one, or that it has none."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def seal(key: str, value: Any, secret: str | None) -> str:

@@ -54,14 +54,14 @@ class Pace:
 class Turns:
     """The order in which a worker pushes its fragments in lock-step.
 
-    Workers with periods of their own would come to wait for each other's pushes of two fragments. In one order for all,
+    Workers with different periods could end up waiting for each other's pushes of two fragments. In one order for all,
     none waits for a push that comes after one that another worker waits for.
     """
 
     def __init__(self, fragments: int, config: ExchangeConfig) -> None:
         self.fragments = fragments
         self.stops = not config.overlap
-        """Whether the worker stops for each answer."""
+        """Whether the worker stops for each answer: with ``overlap=False``, unless it has rejoined out of step."""
         self._config, self._ordered, self._next = config, fragments > 1 and config.algorithm.lockstep, 0
 
     def lead(self, fragment: int) -> int:
@@ -75,6 +75,10 @@ class Turns:
     def taken(self, fragment: int) -> None:
         """Note that a fragment is pushed."""
         self._next = (fragment + 1) % self.fragments
+
+    def again(self, fragment: int) -> None:
+        """Have a fragment pushed next: the others wait for it."""
+        self._next = fragment
 
     def restart(self, *, in_step: bool = True) -> None:
         """Begin with the first fragment. A worker that is not in step with the others does not stop for answers."""
@@ -146,9 +150,11 @@ class Schedule:
         self._began = steps, now
         return speed, step_s
 
-    def wish(self, nsync: int) -> None:
-        """Use the period that the servers ask for; 0 if they ask for none."""
+    def replied(self, nsync: int, *, refused: bool = False) -> None:
+        """Use the period that the servers ask for, 0 if they ask for none. A fragment that they refused is next."""
         self._wished = nsync if nsync not in (0, self.npush) else None
+        if refused:
+            self._turns.again(self._fragment)
 
     def answered(self, *, step_s: float, trip_s: float, cost_s: float, sync: bool) -> None:
         """Note what an exchange took, at a sync point or not; see :meth:`Pace.note`."""

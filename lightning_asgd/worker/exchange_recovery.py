@@ -110,9 +110,9 @@ class ExchangeLog:
             self._unapplied = [s for s, future in enumerate(lost.futures) if self._has_not_applied(s, future)]
 
     def _has_not_applied(self, server: int, future: Future[Any]) -> bool:
-        """Whether a server has rejected a push, since it had excluded this worker or because of its values."""
+        """Whether a server has not taken a push: it had excluded this worker, or refused or dropped the push."""
         try:
-            return bool(self._connection.result(server, future, 0.0).verdict is Verdict.REFUSED)
+            return self._connection.result(server, future, 0.0).verdict in (Verdict.REFUSED, Verdict.DROPPED)
         except WorkerAwayError:
             return True
         except ASGDError:

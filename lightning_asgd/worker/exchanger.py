@@ -76,8 +76,7 @@ class Channel:
         self._whole = turns.fragments == 1
         self.come_back: Callable[[], Waits] = self.rejoin  # also of the other fragments; set by the exchanger
         self._alone = shards.connection.world_size == 1  # no other worker has changed the weights fetched last
-        self._clock = clock
-        self._measure_at = clock() if training.measure else math.inf
+        self._clock, self._measure_at = clock, clock() if training.measure else math.inf
         self._pushed_units = training.units.total
 
     @property
@@ -192,7 +191,7 @@ class Channel:
                 self.replica.merge(answers, pushed=push, fresh=fresh, alone=alone)
         elif push:
             log.pushed = self.shards.latest
-        schedule.wish(max(r.nsync for r in replies))
+        schedule.replied(max(r.nsync for r in replies), refused=refused)
         merge_s, device_s = self._clock() - merging_since, self.replica.took_s()
         schedule.busy_s += merge_s + wait_s
         if push and fetch:
@@ -380,8 +379,7 @@ class Exchanger:
             schedule = channel.schedule
             if channel.answered and schedule.since_push >= self._algorithm.merge_after:
                 yield from channel.finish()
-            push, fetch = schedule.due(self.stats.steps)
-            if not (push or fetch):
+            if not any(schedule.due(self.stats.steps)):
                 continue
             if channel.log.in_flight is not None or channel.leaving is not None:
                 self.stats.deferred += 1
@@ -390,10 +388,12 @@ class Exchanger:
                 yield from channel.finish()
             elif self._data.left_s < schedule.trip_s and schedule.since_push < self._max_offline_steps:
                 continue  # the flush would wait for it, and the sync point would replace its answer at once
-            self._data.ask_ahead(schedule.trip_s)
-            channel.start(push=push, fetch=fetch)
-            if channel.turns.stops:
-                yield from channel.finish()
+            push, fetch = schedule.due(self.stats.steps)  # not if it has rejoined meanwhile, or its push was refused
+            if push or fetch:
+                self._data.ask_ahead(schedule.trip_s)
+                channel.start(push=push, fetch=fetch)
+                if channel.turns.stops:
+                    yield from channel.finish()
 
     # ------------------------------------------------------------------ sync points
 

@@ -47,6 +47,7 @@ __all__ = [
     "newly_trainable",
     "set_up",
     "tables_of",
+    "warn_if_fewer",
 ]
 
 log = logging.getLogger(__name__)
@@ -108,9 +109,10 @@ def set_up(
         )
     parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
     code = config.compression
+    warn_if_fewer(algorithm, len(parts))
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
-    _warn(algorithm, code, parts)
+    _warn_if_unused(code, parts)
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
@@ -118,9 +120,8 @@ def set_up(
         filled = [_fill(client, module, config, code, about, part, number) for number, part in enumerate(parts)]
         collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
-    exchanger.constants = digest
     run(exchanger.fetch(together=start.layout is None))
-    exchanger.stats = ExchangeStats()
+    exchanger.constants, exchanger.stats = digest, ExchangeStats()
     return exchanger
 
 
@@ -164,15 +165,15 @@ def _check_code(algorithm: Algorithm, part: Layout) -> None:
         )
 
 
-def _warn(algorithm: Algorithm, code: Compression | None, parts: Sequence[Layout]) -> None:
-    _warn_if_unused(code, parts)
-    if (fragments := len(parts)) < algorithm.fragments:
+def warn_if_fewer(algorithm: Algorithm, fragments: int) -> None:
+    """Warn if there are fewer fragments than the algorithm expects."""
+    if fragments < algorithm.fragments:
         log.warning(
-            "%s exchanges the module in %d fragments, and its constants are for parts=%d: a parameter is not divided. "
-            "Set parts=%d.",
+            "%s(parts=%d) was given, and the module has parameters for %d parts only: a parameter is not divided. "
+            "Set parts=%d: the algorithm divides its period by this number.",
             type(algorithm).__name__,
-            fragments,
             algorithm.fragments,
+            fragments,
             fragments,
         )
 

@@ -39,13 +39,15 @@ class Worker:
         self.exchanger = Exchanger(layout, parts, config, Training(), clock=lambda: self.now)
         run(self.exchanger.fetch())
 
-    def program(self, away: int) -> Iterator[Any]:
-        """Train one interval; at step ``away`` rejoin, as after a long silence."""
+    def program(self, away: int, bad: int) -> Iterator[Any]:
+        """Train one interval; at step ``away`` rejoin, as after a long silence; at step ``bad`` spoil one fragment."""
         yield from self.exchanger.begin()
         for self.steps in range(1, STEPS + 1):
             self.now += self.step_s
             for weight in self.weights.values():
                 weight += 1.0
+            if self.steps == bad:
+                self.weights["a"] += 1e20  # the servers refuse it
             self.exchanger.count_step()
             if self.steps == away:
                 yield from self.exchanger.come_back()
@@ -53,9 +55,9 @@ class Worker:
         yield from self.exchanger.flush()
 
 
-def train(workers: list[Worker], away: int = 0) -> None:
+def train(workers: list[Worker], away: int = 0, bad: int = 0) -> None:
     """Run both by turns. Fails once each waits for a reply that only the other one's next push can bring."""
-    programs = {each: each.program(away if each is workers[1] else 0) for each in workers}
+    programs = {each: each.program(*((away, bad) if each is workers[1] else (0, 0))) for each in workers}
     waits: dict[Worker, Any] = {each: [] for each in workers}
     while programs:
         free = [each for each in programs if all(future.done() for future in waits[each])]
@@ -82,6 +84,20 @@ def test_workers_with_periods_of_their_own_do_not_wait_for_each_other(overlap: b
     assert [each.exchanger.stats.steps for each in workers] == [2 * STEPS] * 2
 
 
+@pytest.mark.parametrize("bad", [3, 12])
+@pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
+def test_a_fragment_that_is_refused_is_pushed_next(overlap: bool, bad: int) -> None:
+    rule = StreamingDiLoCo(parts=2, momentum=0.0, lr=1.0, alpha=0.0)
+    config = ExchangeConfig.create(nsync=8, overlap=overlap, algorithm=rule)
+    cluster = Cluster(1, 2)
+    workers = [Worker(cluster, rank, 1.0, config) for rank in range(2)]
+    train(workers, bad=bad)
+    assert cluster.counts("refused") == [1]
+    for each in workers:
+        run(each.exchanger.fetch())
+    assert torch.equal(workers[0].weights["a"], workers[1].weights["a"])
+
+
 def test_a_fragment_is_not_due_before_its_turn() -> None:
     config = ExchangeConfig.create(nsync=8, algorithm=StreamingDiLoCo(parts=2))
     turns = Turns(2, config)
@@ -94,7 +110,7 @@ def test_a_fragment_is_not_due_before_its_turn() -> None:
 
     assert due(4) == [True, False]
     first.pushed(4, 1.0, rest=False)
-    first.wish(2)
+    first.replied(2)
     assert due(2) == [False, False]  # the first one's period is over, and it is the second one's turn
     assert due(2) == [False, True]
     second.pushed(8, 2.0, rest=False)

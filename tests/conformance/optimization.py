@@ -148,8 +148,8 @@ def double(lab: Lab) -> Any:
 @case(
     GROUP,
     '`precision="bf16-true"`',
-    note="Weights of bfloat16 are exchanged as bfloat16. Servers change and keep them in float32, so small updates add "
-    "up.",
+    note="Weights of bfloat16 are exchanged as bfloat16. Servers change parameters in float32 and "
+    "keep a float32 copy, so small updates add up; checkpoints do not hold that copy.",
 )
 def bf16_true(lab: Lab) -> Any:
     module = lab.regression()

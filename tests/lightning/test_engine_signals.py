@@ -182,6 +182,43 @@ def test_a_job_s_checkpoint_waits_for_the_end_of_a_sync_point(
     assert (requests.read_text().splitlines() if requests.exists() else []) == ["requeue 80"][rank:]
 
 
+class Validations(pl.Callback):
+    """Notes in which epochs a validation ended; SLURM's signal comes in the ``signalled`` batch."""
+
+    def __init__(self, signalled: int | None = None) -> None:
+        self.signalled = signalled
+        self.ended: list[int] = []
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        if self.signalled is not None:
+            self.signalled -= 1
+            if self.signalled == 0:
+                signal.raise_signal(signal.SIGUSR1)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, _: Any) -> None:
+        self.ended.append(trainer.current_epoch)
+
+
+def test_a_job_that_is_requeued_in_a_validation_completes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests_to_scontrol(tmp_path, monkeypatch)
+    about = {"JOB_ID": "80", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_NAME": "train"}
+    for name, value in about.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+    def fit(validations: Validations, epochs: int) -> pl.Trainer:
+        options: dict[str, Any] = {"devices": 1, "max_epochs": epochs, "plugins": [SLURMEnvironment()]}
+        run = trainer_of(tmp_path, ASGDStrategy(nsync=2), callbacks=[validations], num_sanity_val_steps=0, **options)
+        run.fit(Regression(), loader(64), loader(64))
+        return run
+
+    fit(Validations(signalled=3), epochs=1)
+    assert [*tmp_path.glob("hpc_ckpt_*.ckpt")] == [tmp_path / "hpc_ckpt_1.ckpt"]
+    resumed = Validations()
+    run = fit(resumed, epochs=2)  # from that checkpoint, which Lightning finds by itself
+    assert resumed.ended == [0, 1]
+    assert run.global_step == 16
+
+
 def test_a_job_is_requeued_at_once_outside_of_a_fit(
     trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,9 @@ def test_the_first_exchange_of_a_fragment_comes_earlier_by_its_lead() -> None:
 
 def test_servers_may_want_another_period() -> None:
     schedule = Schedule(ExchangeConfig.create(nsync=4), lead=0)
-    schedule.wish(7)
+    schedule.replied(7)
     assert (schedule.nsync, schedule.npush) == (7, 4)
-    schedule.wish(0)
+    schedule.replied(0)
     assert schedule.nsync == 4
 
 
