@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError, ProtocolError
 
 __all__ = [
+    "FLAGS",
     "Group",
     "Groups",
     "Layout",
@@ -40,7 +41,7 @@ class Role(str, Enum):
     AVERAGE = "average"
     """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
     LARGEST = "largest"
-    """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``)."""
+    """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``, and flags)."""
     ROWS = "rows"
     """As a parameter, and an update holds only the rows that a worker has changed (tables of embeddings)."""
 
@@ -176,6 +177,10 @@ class Layout:
 def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
     name, shape, dtype, _ = entry
     return f"{name!r} of shape {shape} and dtype {dtype}"
+
+
+FLAGS = (torch.bool, torch.uint8)
+"""Dtypes of buffers that are flags and masks, which a program may raise and lower."""
 
 
 def build_layout(

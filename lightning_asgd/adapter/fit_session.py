@@ -42,6 +42,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
+from lightning_asgd.loop.weight_changes import UnseenSteps
 from lightning_asgd.protocol import JointReport, Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.session_client import pickled, unpickled
@@ -85,6 +86,7 @@ class FitSession(Participation):
     ) -> None:
         self._fetched, self._in_step = math.inf, False
         self._watched: list[Any] = []  # optimizers
+        self._unseen = UnseenSteps(trainer.lightning_module, config.algorithm)
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
@@ -223,6 +225,8 @@ class FitSession(Participation):
             self._units.begin(batch)
         if self._ahead is not None:
             self._ahead.look()
+        if not self._module.automatic_optimization:
+            self._unseen.begin(self.synchronizer)
 
     @contextlib.contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:
@@ -256,6 +260,8 @@ class FitSession(Participation):
 
     def after_batch(self) -> None:
         """Decide what follows a training batch."""
+        if not self._module.automatic_optimization and self._unseen.found(self.synchronizer):
+            self._count_own_step(None)
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
         if self._requeueing.came:

@@ -32,6 +32,7 @@ from lightning_asgd.adapter.loop_counters import (
     show_expected,
     steps_to_next_mark,
     sync_intervals,
+    tell_last,
     validation_marks,
 )
 from lightning_asgd.adapter.private_names import (
@@ -201,21 +202,21 @@ class LeasedLoop:
         self._idle = self._interval_done = self._epoch_done = self._stopped = self._ended = self._begins = False
         self._trained, self._counted = None, 0
         private_names.keep_fetching(trainer)
-        self._end_step()
+        last = self._end_step()
         validates_after.set(trainer, NEVER)
         if leases.share < 0.999:  # else no other worker's speed is known yet
             self._share = leases.share
         units, begun = leases.plan.epoch.units - leases.progress, batch_in_epoch(trainer)
         left = units * self._share / (leases.plan.batch or 1) - (begun - 1) % self._given  # a step counts at its end
-        expected_batches.set(trainer, begun + max(1, math.ceil(left) - 1))
+        expected_batches.set(trainer, begun + (0 if last else max(1, math.ceil(left) - 1)))
         show_expected(trainer.progress_bar_callback, expected_batches(trainer))
         self._schedules.suspend()
         if self._joins and (self._membership.comes_and_goes or self._membership.entry is not None):
             self._catch_up()
         self._joins = False
 
-    def _end_step(self) -> None:
-        """Have Lightning step with the last batch granted for a step, whatever its own count."""
+    def _end_step(self) -> bool:
+        """Have Lightning step with the last batch granted for a step. Returns whether it probably ends the epoch."""
         trainer, leases = self.trainer, self.leases
         if private_names.trains_statistics_only(trainer):  # no gradients: a pass for statistics only
             if trainer.accumulate_grad_batches != NEVER:
@@ -232,6 +233,7 @@ class LeasedLoop:
         last = not (self._told_last or self._cut) and leases.ends(waits=manual)  # told once: more may come all the same
         self._told_last |= last
         last_batch_flag.set(trainer, self._missing_batches > 0 or last)
+        return last
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
         """A batch has been trained: find out whether there is another one before the next sync point.
@@ -253,7 +255,7 @@ class LeasedLoop:
         self._epoch_done = self._interval_done and self._over and not leases.halted
         if self._interval_done and leases.exhausted:  # now it is known how many there are
             self._batches = math.ceil(leases.reached / self._batch / self.workers)
-        last_batch_flag.set(self.trainer, self._epoch_done)
+        tell_last(self.trainer, last=self._epoch_done)
         self._step_schedules()
         if more and leases.dry:
             keep_loading(self.trainer)

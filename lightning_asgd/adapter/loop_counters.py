@@ -13,6 +13,8 @@ from lightning_asgd.adapter.private_names import (
     automatic_steps,
     batch_in_epoch,
     batches_begun,
+    expected_batches,
+    last_batch_flag,
     logged_step,
     manual_steps,
     rich_bar,
@@ -29,6 +31,7 @@ __all__ = [
     "show_expected",
     "steps_to_next_mark",
     "sync_intervals",
+    "tell_last",
     "validation_marks",
 ]
 
@@ -51,6 +54,16 @@ def count_batches(trainer: Any, batches: int) -> None:
     by = batches - batch_in_epoch(trainer)
     batch_in_epoch.shift(trainer, by)
     batches_begun.shift(trainer, by)
+
+
+def tell_last(trainer: Any, *, last: bool) -> None:
+    """Tell Lightning and the program whether the present batch, which has been trained, is the epoch's last.
+
+    Lightning ends the epoch, and steps the schedules of epochs, if either of the two says so.
+    """
+    last_batch_flag.set(trainer, last)
+    begun = batch_in_epoch(trainer)
+    expected_batches.set(trainer, begun if last else max(begun + 1, expected_batches(trainer)))
 
 
 def show_expected(bar: Any, batches: int) -> None:

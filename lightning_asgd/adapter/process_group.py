@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_asgd.errors import CollectiveUnavailableError
+from lightning_asgd.errors import CollectiveMismatchError, CollectiveUnavailableError
 from lightning_asgd.protocol.reductions import reduce
-from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name, unequal
 
 __all__ = ["BACKEND", "GuardedStore", "RankInfo", "WorkersGroup", "served_through"]
 
@@ -226,12 +226,12 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     def broadcast(self, tensors: Any, options: Any) -> Any:
         found = self._from(options.rootRank, "broadcast", tensors)
         if self.rank() != options.rootRank:
-            _fill(tensors, found)
+            _fill("broadcast", tensors, found)
         return _done(tensors)
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         op = "sum" if options is None else reduce_op_name(options.reduceOp)
-        _fill(tensors, self._reduced("all_reduce", op, tensors))
+        _fill("all_reduce", tensors, self._reduced("all_reduce", op, tensors))
         return _done(tensors)
 
     allreduce_coalesced = allreduce
@@ -239,23 +239,24 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     def reduce(self, tensors: Any, options: Any) -> Any:
         result = self._reduced("reduce", reduce_op_name(options.reduceOp), tensors)
         if self.rank() == options.rootRank:
-            _fill(tensors, result)
+            _fill("reduce", tensors, result)
         return _done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         found = self._complete("all_gather", inputs)
         for index, output in enumerate(outputs):
-            _fill(output, [tensors[index] for tensors in found])
+            _fill_by_rank("all_gather", output, [tensors[index] for tensors in found])
         return _done(outputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         for output, tensors in zip(outputs, self._complete("all_gather_coalesced", inputs), strict=True):
-            _fill(output, tensors)
+            _fill("all_gather_coalesced", output, tensors)
         return _done(outputs)
 
     def all_gather_single(self, output: Any, input: Any, *_: Any, **__: Any) -> Any:
         found = self._complete("all_gather_into_tensor", [input])
-        _fill([output.view(-1)], [torch.cat([tensors[0].reshape(-1) for tensors in found])])
+        parts = output.view(-1).tensor_split(len(found))  # equal ones, if the output is as long as all of them
+        _fill_by_rank("all_gather_into_tensor", parts, [tensors[0] for tensors in found])
         return _done([output])
 
     _allgather_base = all_gather_single
@@ -270,17 +271,17 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
     def gather(self, outputs: Any, inputs: Any, options: Any) -> Any:
         found = self._complete("gather", inputs)
         if self.rank() == options.rootRank:
-            _fill(outputs[0], [tensors[0] for tensors in found])
+            _fill_by_rank("gather", outputs[0], [tensors[0] for tensors in found])
         return _done(outputs)
 
     def scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
         mine = inputs[0] if self.rank() == options.rootRank else []
-        _fill(outputs, [self._from(options.rootRank, "scatter", mine)[self.rank()]])
+        _fill("scatter", outputs, [self._from(options.rootRank, "scatter", mine)[self.rank()]])
         return _done(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, options: Any) -> Any:
         result = self._reduced("reduce_scatter", reduce_op_name(options.reduceOp), inputs[0], by_all=True)
-        _fill(outputs, [result[self.rank()]])
+        _fill("reduce_scatter", outputs, [result[self.rank()]])
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Any, input: Any, options: Any) -> Any:
@@ -298,13 +299,13 @@ class WorkersGroup(_dist.ProcessGroup if dist.is_available() else object):  # ty
 
     def alltoall(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         found = self._complete("all_to_all", inputs)
-        _fill(outputs, [tensors[self.rank()] for tensors in found])
+        _fill("all_to_all", outputs, [tensors[self.rank()] for tensors in found])
         return _done(outputs)
 
     def all_to_all_single(self, output: Any, input: Any, to: Any, sizes: Any, *_: Any, **__: Any) -> Any:
         rows = input.split(list(sizes) or len(input) // self.size())
         found = self._complete("all_to_all_single", rows)
-        _fill([output], [torch.cat([tensors[self.rank()] for tensors in found])])
+        _fill("all_to_all_single", [output], [torch.cat([tensors[self.rank()] for tensors in found])])
         return _done([output])
 
     alltoall_base = all_to_all_single
@@ -355,7 +356,24 @@ def _lack(call: str, ranks: list[int]) -> None:
     )
 
 
-def _fill(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _fill_by_rank(call: str, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Fill outputs with one tensor of each rank."""
+    if not _fits(targets, values) and len({value.shape for value in values}) > 1:
+        raise unequal(f"torch.distributed.{call}", dict(enumerate(values)))
+    _fill(call, targets, values)
+
+
+def _fill(call: str, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if not _fits(targets, values):
+        given, came = ([tuple(each.shape) for each in tensors] for tensors in (targets, values))
+        raise CollectiveMismatchError(
+            f"torch.distributed.{call} was given outputs of shapes {given} for tensors of shapes {came}. Expected "
+            "outputs of the shapes of what the ranks send, on every rank."
+        )
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
             target.copy_(value.view(target.shape))
+
+
+def _fits(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+    return [target.numel() for target in targets] == [value.numel() for value in values]

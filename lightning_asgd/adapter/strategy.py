@@ -29,6 +29,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError
+from lightning_asgd.layout import FLAGS
 from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
@@ -37,7 +38,7 @@ from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
-from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.collectives import GATHERED_ALONE, REDUCED_ALONE, Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["ASGDStrategy"]
@@ -374,14 +375,13 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if not isinstance(tensor, Tensor):
             return tensor
         if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
-            rank_zero_warn(
-                "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at "
-                "different times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
-            )
+            rank_zero_warn(REDUCED_ALONE)
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all workers, stacked in a new first dimension; in the asynchronous phase this one's alone."""
+        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
+            rank_zero_warn(GATHERED_ALONE)
         return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -398,7 +398,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         """The module's state, with the servers' weights and all of this worker's steps."""
         instead = {} if self.fit_session is None else self.fit_session.catch_up()
         state: dict[str, Any] = super().lightning_module_state_dict()
-        state.update((key, value) for key, value in instead.items() if key in state)
+        state.update((key, value) for key, value in instead.items() if key in state and value.dtype not in FLAGS)
         return state
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:

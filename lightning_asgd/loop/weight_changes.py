@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from torch.nn import Module
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module
 
-__all__ = ["WeightChanges"]
+from lightning_asgd.algorithms.base import Algorithm, Payload
+from lightning_asgd.layout import Layout
+from lightning_asgd.worker.synchronizer import Synchronizer
+
+__all__ = ["UnseenSteps", "WeightChanges"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,64 @@ class WeightChanges:
             )
 
     def _counted(self) -> int:
-        # Those of inference tensors, which nothing can train, are not counted.
-        counted = (each for each in self._module.parameters() if not each.is_inference())
-        return sum(parameter._version for parameter in counted)
+        return _changes_of(self._module.parameters())
+
+
+class UnseenSteps:
+    """Whether a batch was trained by an optimizer whose steps no hook counts, such as one inside another optimizer.
+
+    A batch with a step that was counted needs no other: what is pushed holds all changes since the latest push. Changes
+    between two batches, by hooks that clamp weights for instance, are no steps.
+    """
+
+    def __init__(self, module: Module, algorithm: Algorithm) -> None:
+        self._module, self._algorithm = module, algorithm
+        self._layout: Layout | None = None  # that those below are of
+        self._watched: list[Tensor] = []  # parameters
+        self._steps = self._noted = 0
+        self._warned = False
+
+    def begin(self, synchronizer: Synchronizer) -> None:
+        """A batch begins."""
+        if synchronizer.layout is not self._layout:
+            self._layout = synchronizer.layout
+            self._watched = _trained(self._module, synchronizer.layout)
+        self._steps, self._noted = synchronizer.stats.steps, _changes_of(self._watched)
+
+    def found(self, synchronizer: Synchronizer) -> bool:
+        """Whether the batch has taken such a step, and the algorithm pushes it once it is counted."""
+        payload = self._algorithm.payload
+        if payload is Payload.LAYERS:  # gradients are exchanged during backward; a step may follow in a later batch
+            return False
+        if synchronizer.stats.steps != self._steps or _changes_of(self._watched) == self._noted:
+            return False
+        if payload is Payload.GRADIENT:
+            self._warn()
+        return payload is not Payload.GRADIENT
+
+    def _warn(self) -> None:
+        if not self._warned:
+            log.warning(
+                "A batch has changed weights, and none of the Trainer's optimizers has taken a step for it. %s pushes "
+                "gradients, and those of such a step are not pushed. Expected configure_optimizers() to return every "
+                "optimizer whose step() is called, or an algorithm that pushes differences of weights, such as ASGD.",
+                type(self._algorithm).__name__,
+            )
+        self._warned = True
+
+
+def _trained(module: Module, layout: Layout) -> list[Tensor]:
+    """The parameters that are exchanged and that only steps change: with ``max_norm`` each forward does, too."""
+    exchanged = {spec.name for spec in layout.tensors}
+    normed = {
+        id(each.weight)
+        for each in module.modules()
+        if isinstance(each, Embedding | EmbeddingBag) and each.max_norm is not None
+    }
+    return [p for name, p in module.named_parameters() if name in exchanged and id(p) not in normed]
+
+
+def _changes_of(parameters: Iterable[Tensor]) -> int:
+    """How often they were changed in place."""
+    # Inference tensors, which nothing can train, have no count.
+    return sum(parameter._version for parameter in parameters if not parameter.is_inference())

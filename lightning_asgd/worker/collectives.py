@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.errors import CollectiveTimeoutError, ServerLostError, WorkerLostError
+from lightning_asgd.errors import CollectiveMismatchError, CollectiveTimeoutError, ServerLostError, WorkerLostError
 from lightning_asgd.protocol import Contribution, Reduced, next_chief, ranks_of
 from lightning_asgd.protocol.reductions import TENSOR_REDUCTIONS, reduce
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection
 from lightning_asgd.worker.session_client import SessionClient, pickled, unpickled
 
-__all__ = ["Collectives", "Phase", "reduce_op_name"]
+__all__ = ["GATHERED_ALONE", "REDUCED_ALONE", "Collectives", "Phase", "reduce_op_name", "unequal"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,20 @@ class Phase(Enum):
     ASYNC = "async"  # training: collectives are local
     ENTERING = "entering"  # this worker sets up while the others train: collectives are local
 
+
+GATHERED_ALONE = (
+    "all_gather in the asynchronous phase, as in training_step, returns this worker's own values alone under A-SGD, "
+    "with a first dimension of 1: workers take their steps at different times, so within a batch there are no values "
+    "of the others. Call it at a sync point, such as the end of an epoch. For a loss over several workers' batches use "
+    "a memory bank, or groups of devices with DDP inside: ASGDStrategy(island=...). See docs/compatibility.md."
+)
+"""The warning of strategies whose ``all_gather`` is local."""
+
+REDUCED_ALONE = (
+    "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at different "
+    "times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
+)
+"""The same of ``reduce``."""
 
 _ENDLESS_S = 20 * 86400.0  # torch's RPC counts milliseconds, in 31 bits
 
@@ -153,8 +167,16 @@ class Collectives:
         return [t.to(tensor.device) for t in self.gather("all_gather", name, tensor.detach().cpu()).values()]
 
     def stacked(self, tensor: Tensor) -> Tensor:
-        """The same along a new first dimension; in the asynchronous phase the worker's own tensor alone."""
-        return torch.stack(self.all_gather(tensor)) if self.real else tensor.unsqueeze(0)
+        """The same along a new first dimension; in the asynchronous phase the worker's own tensor alone.
+
+        Raises a :class:`CollectiveMismatchError` on all workers if shapes differ.
+        """
+        if not self.real:
+            return tensor.unsqueeze(0)
+        found = self.gather("all_gather", "", tensor.detach().cpu())
+        if len({each.shape for each in found.values()}) > 1:
+            raise unequal("all_gather", found)
+        return torch.stack([each.to(tensor.device) for each in found.values()])
 
     def decide(self, decision: bool, *, all: bool = True) -> bool:
         """Whether ``yes`` holds on all workers, or on any."""
@@ -242,6 +264,16 @@ class Collectives:
         """Resend contributions whose results other workers may lack."""
         for message, answer in self._answers.values():
             connection.post(COORDINATOR, replace(message, answer=answer), message.timeout_s + GRACE_S)
+
+
+def unequal(call: str, tensors: Mapping[int, Tensor]) -> CollectiveMismatchError:
+    """The error of a call that needs tensors of one shape, and was given these by rank."""
+    shapes = ", ".join(f"{tuple(each.shape)} by worker {rank}" for rank, each in tensors.items())
+    return CollectiveMismatchError(
+        f"{call} was given tensors of different shapes: {shapes}. Expected the same shape from every worker. Workers "
+        'that lease their data train different numbers of batches: train with data="split"; or log the values with '
+        'sync_dist=True; or collect them in a torchmetrics metric whose state has dist_reduce_fx="cat".'
+    )
 
 
 def reduce_op_name(op: Any) -> str:

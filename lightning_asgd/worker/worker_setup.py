@@ -19,7 +19,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import Layout, Role, build_layout, dense, nbytes_of
+from lightning_asgd.layout import FLAGS, Layout, Role, build_layout, dense, nbytes_of
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
@@ -30,7 +30,7 @@ from lightning_asgd.worker.link_probe import measured_code
 from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.replica_spans import places_of
+from lightning_asgd.worker.replica_spans import Place, places_of
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 from lightning_asgd.worker.shared_weights import SharedWeights
@@ -107,22 +107,52 @@ def set_up(
             lambda: make_identical(collectives, named_state(module), mean=True),
             one_machine=_on_one_machine(collectives),
         )
-    parts = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables)
-    code = config.compression
+    parts, code = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables), config.compression
     warn_if_fewer(algorithm, len(parts))
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
     _warn_if_unused(code, parts)
+    places = [_places(module, part, own_flags=training.closures and client.connection.world_size > 0) for part in parts]
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
         about = start if start.fill is not None else replace(start, fill=collectives.rank == chief)
-        filled = [_fill(client, module, config, code, about, part, number) for number, part in enumerate(parts)]
+        filled = [_fill(client, places[number], config, code, about, part, number) for number, part in enumerate(parts)]
         collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
-    run(exchanger.fetch(together=start.layout is None))
+    _take_first_values(exchanger, places, together=start.layout is None)
     exchanger.constants, exchanger.stats = digest, ExchangeStats()
     return exchanger
+
+
+class _OwnFlags:
+    """Buffers with flags and masks. Exchanges write only copies of them, once the worker has the first values."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers, self.writable = buffers, True
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers[name] if self.writable else self._buffers[name].detach().clone()
+
+
+def _places(module: Module, layout: Layout, *, own_flags: bool) -> Sequence[Place]:
+    """Where a module keeps the tensors of a layout.
+
+    With ``own_flags`` a program may lower flags, of which servers keep the largest value, for replacements of lost
+    workers. A Trainer's workers, whose optimizers get closures, are given the chief's at sync points (``OwnState``). In
+    a plain loop and in an elastic run nothing else shares them, so there exchanges do.
+    """
+    places = places_of(module, layout)
+    if not own_flags:
+        return places
+    return [(_OwnFlags(where), key) if where[key].dtype in FLAGS else (where, key) for where, key in places]
+
+
+def _take_first_values(exchanger: Exchanger, places: Sequence[Sequence[Place]], *, together: bool) -> None:
+    run(exchanger.fetch(together=together))
+    for where, _ in (place for part in places for place in part):
+        if isinstance(where, _OwnFlags):
+            where.writable = False
 
 
 def _on_one_machine(collectives: Collectives) -> bool:
@@ -200,7 +230,7 @@ def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
 
 def _fill(
     client: SessionClient,
-    module: Module,
+    places: Sequence[Place],
     config: ExchangeConfig,
     code: Compression | None,
     start: Start,
@@ -215,7 +245,7 @@ def _fill(
     blocks = [None if s in apart else shared_memory.create(dense(part.shard(s))) for s in connection.servers]
     remembers = config.restorable and connection.world_size != 1
     how = {"remembers": remembers, "offload": config.offload}
-    replica = replica_for(algorithm, part, places_of(module, part), blocks, **how)
+    replica = replica_for(algorithm, part, places, blocks, **how)
     shards = ShardClient(client, number, restorable=remembers)
     seen = shards.initialise(
         part,

@@ -154,6 +154,25 @@ def test_all_gather_of_different_shapes() -> None:
         assert {t.dtype for t in result} == {torch.float64}
 
 
+def test_stacked_tensors_have_one_shape() -> None:
+    results = together(2, lambda c, rank: c.stacked(torch.tensor([rank, 5])).tolist())
+    assert results == [[[0, 5], [1, 5]]] * 2
+
+
+def test_stacked_tensors_of_different_shapes_raise_on_every_worker() -> None:
+    def work(c: Collectives, rank: int) -> str:
+        with pytest.raises(CollectiveMismatchError) as error:
+            c.stacked(torch.zeros(3 - rank, 2))
+        c.barrier()  # the workers go on together
+        return str(error.value)
+
+    for text in together(2, work):
+        assert "all_gather was given tensors of different shapes: (3, 2) by worker 0, (2, 2) by worker 1" in text
+        assert 'data="split"' in text
+        assert "sync_dist=True" in text
+        assert 'dist_reduce_fx="cat"' in text
+
+
 @pytest.mark.parametrize(
     ("votes", "everybody", "anybody"),
     [([True, True], True, True), ([True, False], False, True), ([False, False], False, False)],

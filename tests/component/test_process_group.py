@@ -15,7 +15,7 @@ from lightning_fabric.utilities.distributed import _InfiniteBarrier
 
 from lightning_asgd.adapter import world
 from lightning_asgd.adapter.process_group import GuardedStore, RankInfo, WorkersGroup
-from lightning_asgd.errors import CollectiveUnavailableError
+from lightning_asgd.errors import CollectiveMismatchError, CollectiveUnavailableError
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.worker.collectives import Collectives, Phase
 from tests.component.test_collectives import together
@@ -144,6 +144,53 @@ def test_all_to_all() -> None:
     columns = [[0.0, 10.0, 20.0], [1.0, 11.0, 21.0], [2.0, 12.0, 22.0]]
     uneven = [[], [0.0, 1.0, 2.0], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
     assert groups(work) == [(columns[r], columns[r], uneven[r]) for r in range(SIZE)]
+
+
+UNEVEN: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "all_gather": lambda g, t: g.allgather(
+        [[torch.zeros_like(t) for _ in range(SIZE)]], [t], options("AllgatherOptions")
+    ),
+    "all_gather_into_tensor": lambda g, t: g.all_gather_single(
+        torch.zeros(SIZE * len(t)), t, options("AllgatherOptions")
+    ),
+    "gather": lambda g, t: g.gather(
+        [[torch.zeros_like(t) for _ in range(SIZE)]], [t], options("GatherOptions", g.rank())
+    ),
+}
+
+
+@pytest.mark.parametrize("call", UNEVEN)
+def test_tensors_of_different_shapes_are_named_with_their_ranks(call: str) -> None:
+    def work(group: Any, rank: int) -> Any:
+        with pytest.raises(CollectiveMismatchError) as error:
+            UNEVEN[call](group, torch.ones(3 - rank))
+        return str(error.value)
+
+    for text in groups(work):
+        expected = "was given tensors of different shapes: (3,) by worker 0, (2,) by worker 1, (1,) by worker 2."
+        assert f"torch.distributed.{call} {expected}" in text
+        assert 'data="split"' in text
+
+
+def test_outputs_of_the_sizes_that_ranks_send_are_filled() -> None:
+    def work(group: Any, rank: int) -> Any:
+        outputs = [torch.zeros(length) for length in (1, 2, 3)]
+        group.allgather([outputs], [vector(rank, 1 + rank)], options("AllgatherOptions"))
+        return [t.tolist() for t in outputs]
+
+    assert groups(work) == [[[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]] * SIZE
+
+
+def test_an_output_of_another_size_is_named() -> None:
+    def work(group: Any, rank: int) -> Any:
+        length = 2 if rank == 0 else 3
+        if rank == 0:
+            return group.broadcast([torch.ones(length)], options("BroadcastOptions")).wait()
+        with pytest.raises(CollectiveMismatchError, match=r"broadcast was given outputs of shapes \[\(3,\)\]"):
+            group.broadcast([torch.ones(length)], options("BroadcastOptions"))
+        return True
+
+    assert groups(work) == [True] * SIZE
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

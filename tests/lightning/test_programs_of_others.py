@@ -18,6 +18,7 @@ from lightning_asgd.adapter.loop_counters import BatchSchedules
 from lightning_asgd.adapter.own_state import OwnState
 from lightning_asgd.layout import build_layout
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.lease_client import DataLeases
 from tests.lightning.models import Regression, dataset, digest, loader, trainer
 
 
@@ -66,6 +67,82 @@ def test_gradients_that_a_module_has_added_up_are_used_with_the_last_batch(tmp_p
     (found,) = told(tmp_path)
     assert found["last"] == 2 * ([False] * 15 + [True])
     assert found["steps"] == 2 * 4  # of 5, 5, 5 and 1 batches
+
+
+class Ending(Regression):
+    """Looks for its last batch in the number of batches, and ends the accumulation and the schedule there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.automatic_optimization, self.folder = False, folder
+        self.seen: list[Any] = []
+        self.left = False  # gradients, after the batch that was told to be the last
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        last = batch_idx + 1 == self.trainer.num_training_batches
+        assert last == self.trainer.is_last_batch
+        self.manual_backward(self.loss(batch))
+        if (batch_idx + 1) % 4 == 0 or last:
+            optimizer.step()
+            optimizer.zero_grad()
+        if last:
+            self.left = any(p.grad is not None for p in self.parameters())
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+    def on_train_epoch_end(self) -> None:
+        schedule: Any = self.lr_schedulers()
+        self.seen.append([schedule.last_epoch, self.left])
+
+    def on_fit_end(self) -> None:
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.seen))
+
+
+def test_the_number_of_batches_tells_each_worker_its_last_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which batch that is depends on the workers' speeds; here it is each one's first."""
+    monkeypatch.setattr(DataLeases, "ends", lambda leases, *, waits: leases.closes)
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, max_epochs=3).fit(Ending(tmp_path), loader(136))
+    assert told(tmp_path) == [[[1, False], [2, False], [3, False]]] * 2
+
+
+class ByEpochs(Regression):
+    """Its schedule steps with epochs. It notes how many batches it had trained then."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.stepped: list[int] = []
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.stepped.append(len(self.losses))
+        super().lr_scheduler_step(scheduler, metric)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    def on_train_epoch_end(self) -> None:
+        assert self.stepped[-1] == len(self.losses)
+
+    def on_fit_end(self) -> None:
+        found = [self.stepped, len(self.losses)]
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_may_follow_the_one_that_was_told_to_be_the_last(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a worker trains what another one turns out to be too slow for."""
+    monkeypatch.setattr(DataLeases, "ends", lambda leases, *, waits: leases.closes)
+    strategy = ASGDStrategy(nsync=2, start_method="fork")
+    trainer(tmp_path, strategy, accumulate_grad_batches=accumulate).fit(ByEpochs(tmp_path), loader(128))
+    found = told(tmp_path)
+    assert [len(stepped) for stepped, _ in found] == [2, 2]
+    assert sum(batches for _, batches in found) == 2 * 16
 
 
 def test_an_optimizer_that_a_hook_puts_in_the_place_of_the_first_one_counts(tmp_path: Path) -> None:
