@@ -38,7 +38,6 @@ from lightning_asgd.transports.shared_memory import host_identity
 __all__ = ["SessionState"]
 
 
-
 @dataclass
 class SessionState:
     """One session. Epochs are not part of it: a new layout in the middle of an epoch does not change it."""
