@@ -48,12 +48,12 @@ def requeueing_of(trainer: Any) -> Requeueing:
 
 
 class HeedsInValidation:
-    """The part of the strategy that heeds SLURM's signal in a validation, which may take longer than what is left."""
+    """The part of the strategy that heeds SLURM's signal in a validation, which may outlast the job."""
 
     fit_session: Any
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's; before it, where Lightning resumes a validation, write a checkpoint if asked to."""
+        """Write a checkpoint first if asked to: Lightning can resume a validation here. Then call the module's."""
         if self.fit_session is not None:
             self.fit_session.before_validation_step()
         return super().validation_step(*args, **kwargs)  # type: ignore[misc]

@@ -268,8 +268,9 @@ class FitSession(Participation):
             self._requeueing.handle()
 
     def before_validation_step(self) -> None:
-        """Write a checkpoint here if SLURM's signal has come."""
-        self._requeueing.handle()
+        """Write a checkpoint here if SLURM's signal has come, unless a search tries other settings."""
+        if not self.in_search:
+            self._requeueing.handle()
 
     # ------------------------------------------------------------------ sync points
 

@@ -209,7 +209,7 @@ class LeasedLoop:
         units, begun = leases.plan.epoch.units - leases.progress, batch_in_epoch(trainer)
         left = units * self._share / (leases.plan.batch or 1) - (begun - 1) % self._given  # a step counts at its end
         expected_batches.set(trainer, begun + (0 if last else max(1, math.ceil(left) - 1)))
-        show_expected(trainer.progress_bar_callback, expected_batches(trainer))
+        show_expected(trainer.progress_bar_callback, max(begun + 1, expected_batches(trainer)))  # no end yet
         self._schedules.suspend()
         if self._joins and (self._membership.comes_and_goes or self._membership.entry is not None):
             self._catch_up()

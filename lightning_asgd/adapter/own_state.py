@@ -46,7 +46,7 @@ class OwnState:
         self._counters = {name: buffer.detach().cpu().clone() for name, buffer in found.items()}
 
     def check_counters(self) -> None:
-        """Warn once if a buffer of integers or flags has fallen: servers keep the largest value, as of counters."""
+        """Warn once if a buffer of integers or flags has fallen: servers keep the largest value, as for counters."""
         found = {} if self._warned else self._integers()
         for name, before in self._counters.items():
             if name in found and bool((found[name].detach().cpu() < before).any()):
@@ -74,7 +74,7 @@ class OwnState:
         session = client.connection.session
         if (session, digest) != self._published and collectives.rank == collectives.chief:
             client.note(_NOTE, (session, {name: flag.detach().cpu() for name, flag in flags.items()}))
-        self._published = session, digest
+            self._published = session, digest
 
     def _adopt_flags(self) -> None:
         """Take the flags of the latest sync point: servers have the largest values that there ever were."""
@@ -118,7 +118,7 @@ class OwnState:
 def _of_counters(name: str) -> str:
     return (
         f"Buffer {name!r} has fallen since the last sync point. Buffers are exchanged: of integers all "
-        "workers take the largest value, as of counters, and of floating-point numbers the mean. If it is "
+        "workers take the largest value, as for counters, and of floating-point numbers the mean. If it is "
         "a position in a queue that each worker fills by itself, register it and the queue with "
         "persistent=False. Each worker then keeps its own."
     )

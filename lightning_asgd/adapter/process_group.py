@@ -367,12 +367,12 @@ def _fill(call: str, targets: Sequence[Tensor], values: Sequence[Tensor]) -> Non
     if not _fits(targets, values):
         given, came = ([tuple(each.shape) for each in tensors] for tensors in (targets, values))
         raise CollectiveMismatchError(
-            f"torch.distributed.{call} was given outputs of shapes {given} for tensors of shapes {came}. Expected "
-            "outputs of the shapes of what the ranks send, on every rank."
+            f"torch.distributed.{call} was given outputs of shapes {given} for tensors of shapes {came}. Expected, "
+            "on every rank, outputs with the shapes of the tensors that the ranks send."
         )
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
-            target.copy_(value.view(target.shape))
+            target.copy_(value.reshape(target.shape))
 
 
 def _fits(targets: Sequence[Tensor], values: Sequence[Tensor]) -> bool:

@@ -45,13 +45,13 @@ class WeightChanges:
 class UnseenSteps:
     """Whether a batch was trained by an optimizer whose steps no hook counts, such as one inside another optimizer.
 
-    A batch with a step that was counted needs no other: what is pushed holds all changes since the latest push. Changes
-    between two batches, by hooks that clamp weights for instance, are no steps.
+    If a step of the batch was counted, none is added: the next push holds all changes since the latest one. Changes
+    between two batches, such as clamped weights, are no steps.
     """
 
     def __init__(self, module: Module, algorithm: Algorithm) -> None:
         self._module, self._algorithm = module, algorithm
-        self._layout: Layout | None = None  # that those below are of
+        self._layout: Layout | None = None  # that `_watched` was made for
         self._watched: list[Tensor] = []  # parameters
         self._steps = self._noted = 0
         self._warned = False
@@ -64,7 +64,7 @@ class UnseenSteps:
         self._steps, self._noted = synchronizer.stats.steps, _changes_of(self._watched)
 
     def found(self, synchronizer: Synchronizer) -> bool:
-        """Whether the batch has taken such a step, and the algorithm pushes it once it is counted."""
+        """Whether to count such a step: the batch has taken one, and the algorithm pushes differences of weights."""
         payload = self._algorithm.payload
         if payload is Payload.LAYERS:  # gradients are exchanged during backward; a step may follow in a later batch
             return False

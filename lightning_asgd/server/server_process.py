@@ -99,7 +99,7 @@ def run_server(argv: list[str] | None = None) -> int:
     settings = arguments.settings
     sys.path += [folder for folder in arguments.path if folder not in sys.path]  # last: none hides a library's module
     stopped: list[int] = []  # not an event: its lock is not for a handler that may interrupt itself
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # for the workers, who still need their servers
+    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # meant for workers, who still need their servers
         signal.signal(each, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers

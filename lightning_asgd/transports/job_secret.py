@@ -61,12 +61,12 @@ def treat_as_given() -> Callable[[], None]:
 
 
 def variables() -> dict[str, str | None]:
-    """What :func:`take` is given in a process that does not inherit the environment, such as a fork server's child."""
+    """What to give :func:`take` in a process that does not inherit the environment, such as a fork server's child."""
     return {name: os.environ.get(name) for name in (SECRET_ENV, _OWN_ENV)}
 
 
 def take(variables: dict[str, str | None]) -> None:
-    """Take over the secret of the process that has started this one, or that it has none."""
+    """Adopt the secret of the process that started this one; if that has none, drop any that is set here."""
     for name, value in variables.items():
         os.environ.pop(name, None)
         if value is not None:

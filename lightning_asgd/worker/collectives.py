@@ -41,10 +41,11 @@ class Phase(Enum):
 
 
 GATHERED_ALONE = (
-    "all_gather in the asynchronous phase, as in training_step, returns this worker's own values alone under A-SGD, "
-    "with a first dimension of 1: workers take their steps at different times, so within a batch there are no values "
-    "of the others. Call it at a sync point, such as the end of an epoch. For a loss over several workers' batches use "
-    "a memory bank, or groups of devices with DDP inside: ASGDStrategy(island=...). See docs/compatibility.md."
+    "all_gather in the asynchronous phase, as in training_step, returns only this worker's values under A-SGD, "
+    "with a first dimension of 1: workers take their steps at different times, so the others' values are not "
+    "available within a batch. Call it at a sync point, such as the end of an epoch. For a loss over several workers' "
+    "batches use a memory bank, or groups of devices with DDP inside: ASGDStrategy(island=...). "
+    "See docs/compatibility.md."
 )
 """The warning of strategies whose ``all_gather`` is local."""
 
@@ -52,7 +53,7 @@ REDUCED_ALONE = (
     "sync_dist=True on a value logged at step level has no effect under A-SGD: workers take their steps at different "
     "times. The value of worker 0 is logged. Log it with on_epoch=True to have it reduced."
 )
-"""The same of ``reduce``."""
+"""The same for ``reduce``."""
 
 _ENDLESS_S = 20 * 86400.0  # torch's RPC counts milliseconds, in 31 bits
 

@@ -388,7 +388,7 @@ class Exchanger:
                 yield from channel.finish()
             elif self._data.left_s < schedule.trip_s and schedule.since_push < self._max_offline_steps:
                 continue  # the flush would wait for it, and the sync point would replace its answer at once
-            push, fetch = schedule.due(self.stats.steps)  # not if it has rejoined meanwhile, or its push was refused
+            push, fetch = schedule.due(self.stats.steps)  # again: a rejoin or a refused push may have changed it
             if push or fetch:
                 self._data.ask_ahead(schedule.trip_s)
                 channel.start(push=push, fetch=fetch)

@@ -138,9 +138,10 @@ class _OwnFlags:
 def _places(module: Module, layout: Layout, *, own_flags: bool) -> Sequence[Place]:
     """Where a module keeps the tensors of a layout.
 
-    With ``own_flags`` a program may lower flags, of which servers keep the largest value, for replacements of lost
-    workers. A Trainer's workers, whose optimizers get closures, are given the chief's at sync points (``OwnState``). In
-    a plain loop and in an elastic run nothing else shares them, so there exchanges do.
+    With ``own_flags`` each worker keeps its own flags, which a program may lower. Servers still keep the largest
+    values, which only replacements of lost workers take. A Trainer's workers, whose optimizers get closures, are given
+    the chief's at sync points (``OwnState``). In a plain loop and in an elastic run nothing else shares them, so there
+    exchanges do.
     """
     places = places_of(module, layout)
     if not own_flags:
@@ -199,7 +200,7 @@ def warn_if_fewer(algorithm: Algorithm, fragments: int) -> None:
     """Warn if there are fewer fragments than the algorithm expects."""
     if fragments < algorithm.fragments:
         log.warning(
-            "%s(parts=%d) was given, and the module has parameters for %d parts only: a parameter is not divided. "
+            "%s(parts=%d) was given, but the module has parameters for only %d parts, since none is split. "
             "Set parts=%d: the algorithm divides its period by this number.",
             type(algorithm).__name__,
             algorithm.fragments,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_asgd.adapter.own_state import OwnState
@@ -29,6 +30,11 @@ def own_state(module: nn.Module) -> OwnState:
     trainable, buffers = exchanged_tensors(module, named_state(module))
     layout = build_layout(trainable.items(), buffers.items(), 1)
     return OwnState(module, lambda: layout, Collectives)
+
+
+@pytest.fixture(autouse=True)
+def _worker_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # which warns
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
@@ -81,8 +87,9 @@ def enter(
 
 def train(collectives: Collectives, rank: int, module: Flagged, synchronizer: Synchronizer) -> None:
     """Both workers take a step, exchange and reach a sync point; worker 0 lowers flags and raises one."""
-    collectives.phase = Phase.ASYNC
     run(synchronizer.begin())
+    collectives.barrier("both have the first values")
+    collectives.phase = Phase.ASYNC
     if rank == 0:
         module.mask[0] = False
         module.warm.zero_()

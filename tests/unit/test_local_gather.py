@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
 from lightning_asgd.worker.collectives import Collectives, Phase
 
 STRATEGIES = [ASGDStrategy, FabricASGDStrategy]
+
+
+@pytest.fixture(autouse=True)
+def _worker_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # which warns
 
 
 def gathered(strategy: Any, phase: Phase, workers: int) -> torch.Tensor:
