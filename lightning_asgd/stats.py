@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["ExchangeRecord", "ExchangeStats", "Verdict"]
+__all__ = ["UNAPPLIED", "ExchangeRecord", "ExchangeStats", "Verdict"]
 
 _KEPT = 10_000  # records kept; the sums include older ones
 
@@ -20,6 +20,10 @@ class Verdict(str, Enum):
     REFUSED = "refused"  # it held a NaN or an infinity
     DROPPED = "dropped"  # by a transform
     NONE = "none"  # nothing was pushed
+
+
+UNAPPLIED = Verdict.REFUSED, Verdict.DROPPED
+"""The verdicts on pushes that a server has not applied."""
 
 
 @dataclass(frozen=True)

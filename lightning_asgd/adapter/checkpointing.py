@@ -86,7 +86,7 @@ class Resumption:
 
     @classmethod
     def of(cls, strategy: Any) -> Resumption:
-        """What the strategy's next fit resumes from. A test does not resume: it gets one that ignores checkpoints."""
+        """The state that the strategy's next fit resumes from. For a test, an object that ignores checkpoints."""
         module = strategy.lightning_module
         trainer = None if module is None else private_names.module_trainer.of(module)
         fits = trainer is None or private_names.called_method(trainer) == strategy.tree.TrainerFn.FITTING

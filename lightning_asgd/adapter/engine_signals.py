@@ -42,7 +42,7 @@ def defer_requeueing(trainer: Any) -> Callable[[], None]:
 
 
 def requeueing_of(trainer: Any) -> Requeueing:
-    """The handler that :func:`defer_requeueing` has set; one that no signal reaches where it has not."""
+    """The handler that :func:`defer_requeueing` has set. If it was not called, an unused handler."""
     handler = private_names.requeue_job(trainer)
     return handler if isinstance(handler, Requeueing) else Requeueing(trainer)
 

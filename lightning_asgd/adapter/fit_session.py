@@ -149,7 +149,6 @@ class FitSession(Participation):
         self._own_state = OwnState(self._module, lambda: self.synchronizer.layout, lambda: self._collectives)
         self._load_tables()
         self._requeueing.defers = True  # from now on a signal waits
-        self._requeueing.handle()
 
     def _watch_optimizers(self) -> None:
         """Be told of the steps of the Trainer's optimizers, also of those that a hook has put in their place."""

@@ -1,7 +1,7 @@
 """Which optimizer closes a round of steps in a loop whose batches are not known. Without torch.
 
 Several optimizers step in turn, such as a GAN's. After the last one's step no autograd graph of the round is alive, so
-the weights may change. Which one that is, the steps themselves tell, and not the order of a list.
+the weights may change. The order in which optimizers step shows which one is last; the order of a list does not.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Pace:
 class Turns:
     """The order in which a worker pushes its fragments in lock-step.
 
-    Workers with different periods could end up waiting for each other's pushes of two fragments. In one order for all,
-    none waits for a push that comes after one that another worker waits for.
+    Two workers with different periods could each wait until the other one pushes another fragment. If all workers push
+    the fragments in the same order, this cannot happen.
     """
 
     def __init__(self, fragments: int, config: ExchangeConfig) -> None:

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ProtocolError, WorkerAwayError
 from lightning_asgd.protocol import Exchange, ReplicaState, Reply
-from lightning_asgd.stats import Verdict
+from lightning_asgd.stats import UNAPPLIED, Verdict
 from lightning_asgd.worker.connection import COORDINATOR, done_within
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.shard_client import InFlight, ShardClient
@@ -112,7 +112,7 @@ class ExchangeLog:
     def _has_not_applied(self, server: int, future: Future[Any]) -> bool:
         """Whether a server has not taken a push: it had excluded this worker, or refused or dropped the push."""
         try:
-            return self._connection.result(server, future, 0.0).verdict in (Verdict.REFUSED, Verdict.DROPPED)
+            return self._connection.result(server, future, 0.0).verdict in UNAPPLIED
         except WorkerAwayError:
             return True
         except ASGDError:

@@ -26,7 +26,7 @@ from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerAwayError
 from lightning_asgd.layout import Layout
 from lightning_asgd.protocol import Exchange
-from lightning_asgd.stats import ExchangeStats, Verdict
+from lightning_asgd.stats import UNAPPLIED, ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule, Turns
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
 from lightning_asgd.worker.replica import Replica
@@ -201,7 +201,7 @@ class Channel:
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=push, fetched=fetch)
-        if unapplied := [s for s, r in enumerate(replies) if r.verdict in (Verdict.REFUSED, Verdict.DROPPED)]:
+        if unapplied := [s for s, r in enumerate(replies) if r.verdict in UNAPPLIED]:
             self.shards.give_up(unapplied)
         if refused:
             self._forget_steps()

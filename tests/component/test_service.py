@@ -323,7 +323,7 @@ def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFix
     assert "Message Exchange failed" in caplog.text
 
 
-@pytest.mark.parametrize("worker", [0, 2], ids=["one that waits", "the last"])
+@pytest.mark.parametrize("worker", [0, 2], ids=["a waiting worker", "the last worker"])
 @pytest.mark.parametrize(
     "error", [ValueError("no room"), ProtocolError("no room")], ids=lambda error: type(error).__name__
 )
