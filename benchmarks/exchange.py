@@ -78,7 +78,7 @@ class Worker:
         client.join()
         self.shards = ShardClient(client)
         self.weights = torch.randn(n)
-        layout = build_layout([("w", self.weights)], [], 1)
+        layout = build_layout([("w", self.weights)], 1)
         block = shared_memory.create(layout.shard(0)) if shared else None
         self.replica = Replica(layout, [([self.weights], 0)], [block])
         rule = ExchangeConfig.create(nsync=1).algorithm

@@ -67,7 +67,7 @@ class Client:
         self.shards = ShardClient(self.session)
         self.collectives = Collectives(self.session)
         self.leases = DataLeases(lambda: self.session, clock=lambda: self.now)
-        self.layout = build_layout([("w", torch.empty(SERVERS * place.scalars, device="meta"))], [], SERVERS)
+        self.layout = build_layout([("w", torch.empty(SERVERS * place.scalars, device="meta"))], SERVERS)
         self.versions = [0] * SERVERS
         self.steps = self.acknowledged = self.told = 0
 

@@ -80,7 +80,7 @@ class Pusher(threading.Thread):
         client = SessionClient(Connection(transport, SESSION, 0, 2, timeout_s=30.0))
         client.join()
         self.shards = ShardClient(client)
-        layout = build_layout([("w", torch.zeros(1000))], [], 1)
+        layout = build_layout([("w", torch.zeros(1000))], 1)
         self.shards.initialise(layout, ASGD("sum"), [None], [(torch.zeros(1000),)])
         self.over = threading.Event()
         self.pushed = 0

@@ -74,7 +74,7 @@ class Worker:
         self.finder.worker = self.client.connection.worker
         config = ExchangeConfig.create(nsync=NSYNC, algorithm=ASGD("sum"))
         parameters = {"w": torch.zeros(SCALARS)}
-        layout = build_layout(parameters.items(), (), SERVERS)
+        layout = build_layout(parameters.items(), SERVERS)
         replica = replica_for(config.algorithm, layout, [(parameters, "w")], [None] * SERVERS, remembers=True)
         shards = ShardClient(self.client)
         first = replica.weights() if attachment.bootstraps else None

@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError, ProtocolError
 
 __all__ = [
-    "FLAGS",
     "Group",
     "Groups",
     "Layout",
@@ -38,10 +37,6 @@ class Role(str, Enum):
 
     PARAMETER = "parameter"
     """The algorithm says."""
-    AVERAGE = "average"
-    """Updates are added, scaled by 1 / live workers (float buffers, such as batch-norm statistics)."""
-    LARGEST = "largest"
-    """The element-wise largest value is kept (integer buffers, such as ``num_batches_tracked``, and flags)."""
     ROWS = "rows"
     """As a parameter, and an update holds only the rows that a worker has changed (tables of embeddings)."""
 
@@ -179,19 +174,10 @@ def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
     return f"{name!r} of shape {shape} and dtype {dtype}"
 
 
-FLAGS = (torch.bool, torch.uint8)
-"""Dtypes of buffers that are flags and masks, which a program may raise and lower."""
+def build_layout(parameters: Iterable[tuple[str, Tensor]], num_servers: int, tables: Collection[str] = ()) -> Layout:
+    """Lay out trainable parameters over servers.
 
-
-def build_layout(
-    parameters: Iterable[tuple[str, Tensor]],
-    buffers: Iterable[tuple[str, Tensor]],
-    num_servers: int,
-    tables: Collection[str] = (),
-) -> Layout:
-    """Lay out trainable parameters and buffers over servers.
-
-    Of the parameters, ``tables`` names the matrices that are exchanged by rows. Their groups come last.
+    ``tables`` names the matrices that are exchanged by rows. Their groups come last.
     """
     trained = [(name, t, Role.ROWS if name in tables else Role.PARAMETER) for name, t in parameters if t.numel()]
     named = [each for each in trained if each[2] is Role.PARAMETER]
@@ -200,10 +186,6 @@ def build_layout(
             "The module has no trainable parameter: 0 parameters with requires_grad=True. Expected at least one. "
             "Define layers in the LightningModule's __init__ or configure_model, or unfreeze some."
         )
-    for name, t in buffers:
-        if t.numel():
-            averaged = t.dtype.is_floating_point or t.dtype.is_complex
-            named.append((name, t, Role.AVERAGE if averaged else Role.LARGEST))
     named += [each for each in trained if each[2] is Role.ROWS]
     index: dict[tuple[Role, torch.dtype, int], int] = {}
     sizes: list[int] = []

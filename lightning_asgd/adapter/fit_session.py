@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_asgd.adapter.callback_modules import share_callback_modules
 from lightning_asgd.adapter.checkpointing import (
     KEY,
     Resumption,
@@ -32,7 +33,6 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
-from lightning_asgd.adapter.own_state import OwnState, share_callback_modules
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.private_names import loaded_checkpoint
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
@@ -42,13 +42,12 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
-from lightning_asgd.loop.weight_changes import UnseenSteps
+from lightning_asgd.loop.weight_changes import ChangesBetweenBatches, UnseenSteps
 from lightning_asgd.protocol import JointReport, Place, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.session_client import pickled, unpickled
 from lightning_asgd.worker.synchronizer import Held, Skipped, run
 from lightning_asgd.worker.trained_units import TrainedUnits
-from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["FitSession"]
 
@@ -87,6 +86,8 @@ class FitSession(Participation):
         self._fetched, self._in_step = math.inf, False
         self._watched: list[Any] = []  # optimizers
         self._unseen = UnseenSteps(trainer.lightning_module, config.algorithm)
+        holds = config.algorithm.payload not in (Payload.LAYERS, Payload.NONE) and not membership.alone
+        self._changes = ChangesBetweenBatches(trainer.lightning_module) if holds else None
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
@@ -146,7 +147,6 @@ class FitSession(Participation):
         run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
         self._config.algorithm.check(run)
         self._watch_optimizers()
-        self._own_state = OwnState(self._module, lambda: self.synchronizer.layout, lambda: self._collectives)
         self._load_tables()
         self._requeueing.defers = True  # from now on a signal waits
 
@@ -214,8 +214,12 @@ class FitSession(Participation):
                 self._run.refuse_a_search()
             if self._has_grown():
                 self.set_up_again()
+            self._warn_of_mixed_weights()
             run(self.synchronizer.begin())
             self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
+            self._untrained.begin_interval(self.synchronizer.stats.steps)
+        elif self._changes is not None:
+            self._changes.check(self.synchronizer, self._membership.rank)
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self._leases.begin_batch(callbacks_s)
@@ -265,6 +269,13 @@ class FitSession(Participation):
         self.data.before_next()
         if self._requeueing.came:
             self._requeueing.handle()
+        if self._changes is not None:
+            self._changes.note(self.synchronizer)
+
+    def _rejoin(self) -> None:
+        super()._rejoin()
+        if self._changes is not None:
+            self._changes.forget()
 
     def before_validation_step(self) -> None:
         """Write a checkpoint here if SLURM's signal has come, unless a search tries other settings."""
@@ -296,11 +307,17 @@ class FitSession(Participation):
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
         self._watch_optimizers()
+        if not self.in_search:
+            self._take_set_weights()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
+
+    def after_validation(self) -> None:
+        """A validation within an epoch has ended for all, with its hooks."""
+        self._take_set_weights()
 
     def on_epoch_end(self, batches: int) -> None:
         """The epoch has ended for all: set the counts that all agreed on."""
@@ -317,6 +334,12 @@ class FitSession(Participation):
             self.sync_point("epoch end")
         self._requeueing.handle()
 
+    def sync_at_train_end(self) -> None:
+        """Synchronise, and take what hooks have set since a sync point at which training ended."""
+        if self._collectives.phase is Phase.SYNC:
+            self._take_set_weights()
+        self.sync_point("train end")
+
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
         """Wait for all living workers, and give all of them the same bits of the servers' weights.
 
@@ -327,8 +350,6 @@ class FitSession(Participation):
             self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
             membership.begin_interval(synchronizer, self.data.place, self._progress)
-        if not membership.alone:
-            self._own_state.check_counters()
         run(synchronizer.flush())
         all_have_pushed = self.data.leave(synchronizer.stats.steps, halt=halt)
         trained = self._collectives.phase is Phase.ASYNC
@@ -352,11 +373,7 @@ class FitSession(Participation):
             membership.publish_chief_state()
         if self._check_grown(met):
             self.set_up_again()
-        if met.trained and not met.moved:
-            # A pass without steps is for batch-norm statistics, which reach the servers only with steps.
-            make_identical(self._collectives, named_state(self._module), mean=True)
-        self._own_state.share()
-        self._own_state.note()
+        membership.share_untrained(self._untrained, synchronizer.stats.steps)
         share_callback_modules(trainer, self._collectives)
         return met
 
@@ -377,7 +394,7 @@ class FitSession(Participation):
             self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
         elif self._trainer.is_global_zero:
             self._collect_samples()
-        make_identical(self._collectives, named_state(self._module), mean=True)
+        self._share_last()
         if self._run is not None and not self._writes_files:
             self._run.adopt_checkpoints()
         self._choice.end()

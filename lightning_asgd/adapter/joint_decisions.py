@@ -48,6 +48,9 @@ class Peers(Protocol):
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop."""
 
+    def after_validation(self) -> None:
+        """A validation within an epoch has ended for all, with its hooks."""
+
     def on_epoch_end(self, batches: int) -> None:
         """The epoch has ended for all: set the counts that all agreed on."""
 
@@ -142,6 +145,7 @@ class JointDecisions:
         if not self._ended:  # else all do so once the epoch has ended
             self._trainer.should_stop = self._peers.any_stops(self._trainer.should_stop)
             self._ended = self._stops
+            self._peers.after_validation()
 
 
 class Sigterm:

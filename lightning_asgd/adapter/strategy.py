@@ -29,7 +29,6 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Timeouts
 from lightning_asgd.errors import ASGDError
-from lightning_asgd.layout import FLAGS
 from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
@@ -39,7 +38,7 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import GATHERED_ALONE, REDUCED_ALONE, Collectives, Phase, reduce_op_name
-from lightning_asgd.worker.worker_setup import make_identical, named_state
+from lightning_asgd.worker.module_state import fixed_tensors, make_identical, persistent_buffers
 
 __all__ = ["ASGDStrategy"]
 
@@ -284,7 +283,8 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if fitting:
             self._begin_fit(trainer)
         else:
-            make_identical(self.collectives, named_state(self.lightning_module))
+            module = self.lightning_module
+            make_identical(self.collectives, module, fixed_tensors(module, ()) | persistent_buffers(module))
         self.setup_precision_plugin()
         if fitting:
             self.tree.optimizers_to_device(self.optimizers, self.root_device)
@@ -398,7 +398,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         """The module's state, with the servers' weights and all of this worker's steps."""
         instead = {} if self.fit_session is None else self.fit_session.catch_up()
         state: dict[str, Any] = super().lightning_module_state_dict()
-        state.update((key, value) for key, value in instead.items() if key in state and value.dtype not in FLAGS)
+        state.update((key, value) for key, value in instead.items() if key in state)
         return state
 
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:

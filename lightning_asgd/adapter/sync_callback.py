@@ -45,7 +45,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the asynchronous phase also if training stopped within an epoch."""
-        trainer.strategy.fit_session.sync_point("train end")
+        trainer.strategy.fit_session.sync_at_train_end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let other callbacks save without collectives: the other workers know nothing of the exception."""

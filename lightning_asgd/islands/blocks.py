@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import Groups, Layout, Piece, Role, TensorSpec, nbytes_of
+from lightning_asgd.layout import Groups, Layout, Piece, TensorSpec, nbytes_of
 
 __all__ = ["Block", "HeldRun", "PartLayout", "holders_of", "part_layout"]
 
@@ -143,13 +143,11 @@ def holders_of(blocks: Sequence[Block], rank: int) -> list[int]:
 def part_layout(layout: Layout, blocks: Mapping[str, Sequence[Block]], rank: int) -> PartLayout:
     """What process ``rank`` of an island exchanges; ``blocks`` are those of all its processes, by tensor.
 
-    Buffers belong to process 0. Raises a :class:`ConfigurationError` if the blocks of a tensor are not all of it.
+    Raises a :class:`ConfigurationError` if the blocks of a tensor are not all of it.
     """
     runs: list[HeldRun] = []
     for index, spec in enumerate(layout.tensors):
         held = blocks[spec.name]
-        if layout.groups[spec.group].role is not Role.PARAMETER:
-            held = [held[0], *(Block((), (0,)) for _ in held[1:])]
         distinct = {block for block in held if block.numel}
         if sum(block.numel for block in distinct) != spec.numel:
             raise ConfigurationError(

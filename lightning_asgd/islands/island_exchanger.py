@@ -153,6 +153,10 @@ class IslandReplica:
         """Note that a step was taken, or skipped, on this process."""
         self._part.accrue(skipped)
 
+    def changed(self) -> list[str]:
+        """None: no process has all of the weights."""
+        return []
+
     def distance(self, answers: Any) -> float:
         """Not measured: no process has all of the weights."""
         return math.nan

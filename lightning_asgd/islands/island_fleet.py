@@ -23,7 +23,9 @@ from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.module_state import digest_of
 from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.untrained_state import UntrainedTensors
 
 __all__ = ["IslandFleet"]
 
@@ -211,6 +213,17 @@ class IslandFleet(ElasticFleet):
 
         self._share(publish)
         self._group.copy_first(plain)
+
+    def _share_buffers(self, tensors: UntrainedTensors, *, publishes: bool, statistics: bool) -> None:
+        """The first process does it for the island; the others take its buffers."""
+        share = super()._share_buffers
+        self._share(lambda: share(tensors, publishes=publishes, statistics=statistics))
+        values = tensors.values()
+        digests = self._group.gather({name: digest_of({"": value}) for name, value in values.items()})
+        differing = [name for name, digest in digests[0].items() if any(each.get(name) != digest for each in digests)]
+        first = self._share(lambda: {name: values[name] for name in differing})
+        if not self._group.leads:
+            tensors.take(first)
 
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""

@@ -26,9 +26,8 @@ from lightning_asgd.worker.synchronizer import Held, Skipped, Synchronizer, Trai
 from lightning_asgd.worker.worker_setup import (
     Start,
     check_shapes,
-    exchanged_tensors,
     fragments_of,
-    named_state,
+    trainable_parameters,
     warn_if_fewer,
 )
 
@@ -216,19 +215,18 @@ def set_up_island(
     All processes of the island call it together. ``client`` is the first process's. See
     :func:`~lightning_asgd.worker.worker_setup.set_up` for the other arguments and errors.
     """
-    state = named_state(module)
-    check_shapes(state)
-    trainable, buffers = exchanged_tensors(module, state)
+    check_shapes(module)
+    trainable = trainable_parameters(module)
     algorithm, num_servers = config.algorithm, len(sender.connection.servers)
-    layout = build_layout(trainable.items(), buffers.items(), num_servers)
+    layout = build_layout(trainable.items(), num_servers)
     if start.layout is not None:
         layout.check_same(start.layout, f"worker {sender.connection.worker}", "the run")
     _check_copies(group, {name: tensor for name, tensor in trainable.items() if not is_sharded(tensor)})
-    mine = {name: block_of(name, tensor) for name, tensor in (trainable | buffers).items()}
+    mine = {name: block_of(name, tensor) for name, tensor in trainable.items()}
     gathered = group.gather(mine)
     blocks = {name: [each[name] for each in gathered] for name in mine}
     modules = list(module.modules())
-    parts, fragments = [], fragments_of(trainable, buffers, algorithm.fragments, num_servers)
+    parts, fragments = [], fragments_of(trainable, algorithm.fragments, num_servers)
     warn_if_fewer(algorithm, len(fragments))
     reshard(modules)
     for number, fragment in enumerate(fragments):

@@ -13,7 +13,6 @@ from torch.futures import Future
 
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
 from lightning_asgd.islands.island_group import IslandGroup
-from lightning_asgd.layout import Role
 from lightning_asgd.protocol import ExchangePart, InitPart, Leave, Part
 from lightning_asgd.worker.connection import Connection, done_within
 from lightning_asgd.worker.replica import Replica
@@ -31,12 +30,11 @@ class Copies:
         self, group: IslandGroup, layout: PartLayout, places: Sequence[Place], blocks: Mapping[str, Sequence[Block]]
     ) -> None:
         self._group, self._places = group, places
-        self._sets: dict[tuple[bool, tuple[int, ...], torch.dtype], list[tuple[int, list[slice]]]] = {}
+        self._sets: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, list[slice]]]] = {}
         for index, spec in enumerate(layout.whole.tensors):
             held = blocks[spec.name]
-            buffer = layout.whole.groups[spec.group].role is not Role.PARAMETER
             for rank in range(group.size):
-                same = tuple(range(group.size)) if buffer else tuple(holders_of(held, rank))
+                same = tuple(holders_of(held, rank))
                 if len(same) == 1 or same[0] != rank:
                     continue
                 group.subgroup(same)  # all processes make it
@@ -44,19 +42,16 @@ class Copies:
                     continue
                 n, count = held[rank].numel, len(same)
                 cuts = [slice(n * i // count, n * (i + 1) // count) for i in range(count)]
-                if buffer:  # the first process exchanges them
-                    cuts = [slice(0, n), *(slice(n, n) for _ in same[1:])]
                 dtype = places[index][0][places[index][1]].data.dtype
-                self._sets.setdefault((buffer, same, dtype), []).append((index, cuts))
+                self._sets.setdefault((same, dtype), []).append((index, cuts))
 
-    def spread(self, *, buffers: bool) -> None:
+    def spread(self) -> None:
         """Give every scalar's value on the process that exchanges it to the others that hold it."""
         with torch.no_grad():
-            for (buffer, same, _), tensors in self._sets.items():
-                if not buffer or buffers:
-                    flat = [(place[key].data, cuts) for index, cuts in tensors for place, key in [self._places[index]]]
-                    for number, source in enumerate(same):
-                        self._send(same, source, [(tensor, cuts[number]) for tensor, cuts in flat])
+            for (same, _), tensors in self._sets.items():
+                flat = [(place[key].data, cuts) for index, cuts in tensors for place, key in [self._places[index]]]
+                for number, source in enumerate(same):
+                    self._send(same, source, [(tensor, cuts[number]) for tensor, cuts in flat])
 
     def _send(self, same: tuple[int, ...], source: int, parts: list[tuple[Tensor, slice]]) -> None:
         parts = [(tensor, cut) for tensor, cut in parts if cut.start < cut.stop]
@@ -242,20 +237,20 @@ class PartExchange:
         answers = self._taken()
         self._prepare()
         self.replica.merge(answers, pushed=pushed, fresh=fresh, alone=alone)
-        self._copies.spread(buffers=False)
+        self._copies.spread()
 
     def adopt(self, park: bool, alone: bool) -> None:
         """Take the servers' weights."""
         answers = self._taken()
         self._prepare()
         self.replica.adopt(answers, park=park, alone=alone)
-        self._copies.spread(buffers=True)
+        self._copies.spread()
 
     def resume(self) -> None:
         """Bring back what was parked."""
         self._prepare()
         self.replica.resume()
-        self._copies.spread(buffers=False)
+        self._copies.spread()
 
     def forget(self) -> None:
         """The latest exchange was given up: others have its data."""

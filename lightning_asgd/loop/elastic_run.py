@@ -27,6 +27,7 @@ from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread
+from lightning_asgd.worker.untrained_state import UntrainedTensors
 
 __all__ = ["AnyFleet", "ElasticFleet"]
 
@@ -214,6 +215,24 @@ class ElasticFleet(Fleet):
             self.attachment.publish(layout.describe(), constants, progress(), self._shell.loop)
         else:
             self.attachment.adopt(constants)
+
+    def begin_untrained(self, tensors: UntrainedTensors) -> None:
+        """The bootstrap worker publishes its buffers; the others take the chief's."""
+        self._share_buffers(tensors, publishes=self.attachment.bootstraps, statistics=True)
+
+    def share_untrained(self, tensors: UntrainedTensors, steps: int) -> None:
+        """The chief publishes its buffers; the others take these, and keep their own statistics.
+
+        There is no common sync point. What the chief published last may be from before the epoch that ends, and its
+        statistics would not fit the weights that the worker has now.
+        """
+        self._share_buffers(tensors, publishes=self.is_chief, statistics=False)
+
+    def _share_buffers(self, tensors: UntrainedTensors, *, publishes: bool, statistics: bool) -> None:
+        if publishes:
+            self.attachment.publish_buffers(tensors.values())
+        else:
+            tensors.take(self.attachment.buffers, statistics=statistics)
 
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""

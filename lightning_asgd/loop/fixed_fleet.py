@@ -38,11 +38,13 @@ from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
 from lightning_asgd.worker.session_client import HeartbeatThread
 from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.untrained_state import UntrainedTensors
 
 __all__ = ["FixedFleet"]
 
 log = logging.getLogger(__name__)
 
+_BUFFERS = "buffers"  # the chief's, as of the latest sync point
 _LAST = "last checkpoint"  # which worker writes it
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
 _UNREACHABLE_S = 20.0  # without an answer of the servers, after which a worker looks for another host
@@ -406,6 +408,22 @@ class FixedFleet(Fleet):
         if self._notes_entry:
             session = self.client.connection.session
             self._start = EntryPoint(session, layout=layout.describe(), progress=progress())
+
+    def begin_untrained(self, tensors: UntrainedTensors) -> None:
+        """See :class:`Fleet`, here and below."""
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            session, values = self.client.note(_BUFFERS) or ("", {})
+            tensors.take(values if session == self.client.connection.session else {})
+        self._publish_untrained(tensors)
+
+    def share_untrained(self, tensors: UntrainedTensors, steps: int) -> None:
+        """Publish them, too, for a process that replaces a lost worker."""
+        super().share_untrained(tensors, steps)
+        self._publish_untrained(tensors)
+
+    def _publish_untrained(self, tensors: UntrainedTensors) -> None:
+        if self._publishes:
+            self.client.note(_BUFFERS, (self.client.connection.session, tensors.values()))
 
     def begin_interval(
         self, synchronizer: Synchronizer, place: Mapping[str, Any] | None, progress: Callable[[], dict[str, Any]]

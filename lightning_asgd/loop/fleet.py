@@ -29,6 +29,7 @@ from lightning_asgd.worker.failover_client import FailoverClient
 from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.worker.synchronizer import Synchronizer
+from lightning_asgd.worker.untrained_state import UntrainedTensors
 
 __all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle"]
 
@@ -165,6 +166,13 @@ class Fleet:
         nothing is leased. ``progress`` gives the rest.
         """
         self.collectives.phase = Phase.ASYNC
+
+    def begin_untrained(self, tensors: UntrainedTensors) -> None:
+        """Have a worker that enters take the buffers of those that train, or publish its own for workers to come."""
+
+    def share_untrained(self, tensors: UntrainedTensors, steps: int) -> None:
+        """Share the module's untrained tensors at a sync point, after ``steps`` of this worker's."""
+        tensors.share(self.collectives, steps)
 
     def end_entries(self) -> None:
         """Training has ended: no worker can enter any more."""

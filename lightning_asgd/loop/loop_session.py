@@ -27,7 +27,6 @@ from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.synchronizer import Held, Synchronizer, Waits, run
-from lightning_asgd.worker.worker_setup import make_identical, named_state
 
 __all__ = ["LoopSession"]
 
@@ -169,8 +168,11 @@ class LoopSession(Participation, Trainee):
             if not self._in_pass:
                 self._follow_growth()
             self._whole(self.synchronizer.begin())
+            if self._collectives.phase is Phase.SYNC:
+                self._warn_of_mixed_weights()
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
+            self._untrained.begin_interval(self.synchronizer.stats.steps)
             self._changes.note()
 
     def _advance(self) -> None:
@@ -199,6 +201,7 @@ class LoopSession(Participation, Trainee):
         if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
             self._sync("beginning of a pass", all_have_pushed=False)
         self._follow_growth()
+        self._take_set_weights()
         self._leases.batch = data.batch
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
@@ -319,8 +322,8 @@ class LoopSession(Participation, Trainee):
         enters = self._collectives.phase is Phase.ENTERING
         return self._after_pass and self._run is None and not self._membership.alone and not enters
 
-    def _set_up(self, versions: list[int] | None) -> Synchronizer:
-        synchronizer = super()._set_up(versions)
+    def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
+        synchronizer = super()._set_up(versions, again=again)
         self._changes.note()
         return synchronizer
 
@@ -345,6 +348,9 @@ class LoopSession(Participation, Trainee):
         self.stops |= met.should_stop
         if self._check_grown(met):
             self.set_up_again()
+        if not met.trained:
+            self._take_set_weights()
+        self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
         self._after_pass = False
         self._changes.note()
 
@@ -385,7 +391,7 @@ class LoopSession(Participation, Trainee):
             self._sync("end of training", all_have_pushed=False)
         if self._membership.is_chief:
             self._collect_samples()
-        make_identical(self._collectives, named_state(self._module), mean=True)
+        self._share_last()
         self._membership.end_entries()
         self._note_losses()
 

@@ -7,7 +7,7 @@ and when they end. What happens between two batches they do by themselves, since
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +20,21 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.restarted_nsync import restarted_nsync
+from lightning_asgd.loop.weight_changes import normed_embeddings
 from lightning_asgd.monitoring.meter import Meter, Waited
 from lightning_asgd.numerics import zero_nonfinite
 from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.module_state import fixed_tensors, make_identical, named_state, on_cpu, persistent_buffers
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 from lightning_asgd.worker.table_clients import TableClients
 from lightning_asgd.worker.trained_units import TrainedUnits
-from lightning_asgd.worker.worker_setup import Start, make_identical, named_state, newly_trainable, set_up
+from lightning_asgd.worker.untrained_state import UntrainedTensors
+from lightning_asgd.worker.worker_setup import Start, newly_trainable, set_up, trainable_parameters
 
 __all__ = ["Participation"]
 
@@ -75,7 +78,9 @@ class Participation:
         self._config, self._units = config, units
         self._meter: Meter | None = None  # None until metrics are collected
         self._period = 0  # steps between two exchanges, if it follows from the training
+        self._warned_of_mixing = False
         self.samples: list[dict[str, Tensor]] = []
+        self._untrained = UntrainedTensors(module, lambda: self._exchanged)
         self.tables = TableClients(
             module, lambda: membership.client.connection, lambda: 1.0 / membership.rank_and_size[1]
         )
@@ -109,16 +114,16 @@ class Participation:
 
     # ------------------------------------------------------------------ set-up
 
-    def _set_up(self, versions: list[int] | None) -> Synchronizer:
+    def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
         """Lay the module out over the servers; the first worker's weights begin at ``versions``, if these are given."""
         module, membership, run, entry = self._module, self._membership, self._run, self._membership.entry
-        start = Start(versions, fill=True if run is not None else None)
+        start = Start(versions, fill=True if run is not None else None, again=again)
         if entry is not None:
             start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
         synchronizer = self._enter(start)
-        exchanged = {spec.name for spec in synchronizer.layout.tensors}
-        constants = {n: t for n, t in named_state(module).items() if n not in exchanged}
+        constants = fixed_tensors(module, {spec.name for spec in synchronizer.layout.tensors})
         membership.share_first_values(synchronizer.layout, constants, self._first_progress)
+        membership.begin_untrained(self._untrained)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         self.tables.attach()
         return synchronizer
@@ -144,11 +149,10 @@ class Participation:
         before = self.synchronizer
         if isinstance(self._membership, ElasticFleet):
             self._membership.refuse_another_layout()
-        make_identical(self._collectives, newly_trainable(self._module, before.layout), mean=True)
         self._collectives.barrier("new layout")
         before.close()
         self._membership.begin_generation()
-        self.synchronizer = self._set_up(list(before.versions))
+        self.synchronizer = self._set_up(list(before.versions), again=True)
         self.synchronizer.stats = before.stats
 
     def _has_grown(self) -> bool:
@@ -159,6 +163,66 @@ class Participation:
         """With ``nsync="restarted"``, set the period for a training in which each worker takes ``steps``."""
         workers = self._membership.rank_and_size[1]
         self._period = restarted_nsync(steps, workers, self.optimizers, warn) if self._config.restarted else 0
+
+    @property
+    def _exchanged(self) -> set[str]:
+        return {spec.name for spec in self.synchronizer.layout.tensors}
+
+    # ------------------------------------------------------------------ what a program sets at a sync point
+
+    def _set_by_program(self) -> list[str]:
+        """Names of weights that the program has set since the workers took the servers'."""
+        normed = normed_embeddings(self._module)
+        return [name for name in self.synchronizer.changed() if name not in normed]
+
+    def _take_set_weights(self) -> None:
+        """Weights that a program has set at this sync point are the weights: the chief's, for all, unmixed.
+
+        All workers call it together, after the program's hooks. Does nothing in an elastic run, whose workers have no
+        sync point in common.
+        """
+        collectives, synchronizer = self._collectives, self.synchronizer
+        if not collectives.real:
+            return
+        names = self._set_by_program()
+        if not collectives.reduced("all_reduce", "weights that were set", bool(names), "any").value:
+            return
+        self._warn_of_ranks(collectives.gather("all_gather", "which weights were set", names))
+        weights, connection, again = synchronizer.weights(), self._membership.client.connection, True
+        while again:  # a server that was lost meanwhile was restored with the weights of before
+            restored = list(connection.restored)
+            synchronizer.replace(weights, sends=collectives.rank == collectives.chief)
+            collectives.barrier("servers have the weights that were set")
+            run(synchronizer.fetch(park=True))
+            again = collectives.reduced("barrier", "all have them", restored != connection.restored, "any").value
+
+    def _warn_of_ranks(self, names: Mapping[int, list[str]]) -> None:
+        chief, setting = self._collectives.chief, sorted(rank for rank, theirs in names.items() if theirs)
+        if len(setting) == len(names) or self._collectives.rank != chief:
+            return
+        log.warning(
+            "Weights such as %r were set at a sync point on workers %s, not on %s. All workers take those of worker "
+            "%d, which logs. Expected the same on all workers: set weights in code that does not depend on the rank.",
+            names[setting[0]][0],
+            setting,
+            sorted(set(names).difference(setting)),
+            chief,
+        )
+
+    def _warn_of_mixed_weights(self) -> None:
+        """Warn once where weights were set at a sync point, and will be mixed with others."""
+        if self._warned_of_mixing or self._membership.alone:
+            return
+        if names := self._set_by_program():
+            self._warned_of_mixing = True
+            log.warning(
+                "Weights such as %r were set on worker %d while other workers train, and are pushed as if a step had "
+                "made the change: the servers mix it with the updates of others. Expected weights to be set at a sync "
+                "point of all workers, which an elastic run does not have: in on_train_start, on_train_epoch_start, "
+                "on_train_epoch_end or on_validation_end of a Trainer, or before batches() or sync() of a plain loop.",
+                names[0],
+                self._membership.rank,
+            )
 
     # ------------------------------------------------------------------ what happens to a worker's steps
 
@@ -195,6 +259,11 @@ class Participation:
 
     # ------------------------------------------------------------------ sync points and the end
 
+    def _share_last(self) -> None:
+        """Give all workers the chief's module at the end, with what a program has changed since the last sync point."""
+        self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
+        make_identical(self._collectives, self._module, trainable_parameters(self._module))
+
     def close(self) -> None:
         """Detach the tables and free the buffers."""
         self.tables.close()
@@ -227,6 +296,8 @@ class Participation:
         if not algorithm.keep_at_most:
             return
         self.samples = self.synchronizer.samples()
+        buffers = {name: on_cpu(buffer) for name, buffer in persistent_buffers(self._module).items()}
+        self.samples = [{**buffers, **sample} for sample in self.samples]
         if not self.samples:
             log.warning(
                 "%s kept no samples: training ended at version %d, which counts pushes. Train longer, or lower its "

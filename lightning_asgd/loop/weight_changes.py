@@ -12,7 +12,7 @@ from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import Layout
 from lightning_asgd.worker.synchronizer import Synchronizer
 
-__all__ = ["UnseenSteps", "WeightChanges"]
+__all__ = ["ChangesBetweenBatches", "UnseenSteps", "WeightChanges", "normed_embeddings"]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,47 @@ class WeightChanges:
 
     def _counted(self) -> int:
         return _changes_of(self._module.parameters())
+
+
+class ChangesBetweenBatches:
+    """Whether a program changes weights between two batches, where no other worker learns of it."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._layout: Layout | None = None  # that `_watched` was made for
+        self._watched: list[Tensor] = []
+        self._noted: list[int] = []
+        self._steps, self._warned = -1, False
+
+    def note(self, synchronizer: Synchronizer) -> None:
+        """A batch has ended."""
+        if self._warned:
+            return
+        if synchronizer.layout is not self._layout:
+            self._layout = synchronizer.layout
+            self._watched = _trained(self._module, synchronizer.layout)
+        self._steps, self._noted = synchronizer.stats.steps, _versions(self._watched)
+
+    def forget(self) -> None:
+        """Changes until the next batch ends are expected."""
+        self._steps = -1
+
+    def check(self, synchronizer: Synchronizer, worker: int) -> None:
+        """Warn once if weights have changed since the last batch ended, and no step was taken."""
+        if self._warned or self._steps != synchronizer.stats.steps or _versions(self._watched) == self._noted:
+            return
+        self._warned = True
+        now = _versions(self._watched)
+        changed = next(p for p, a, b in zip(self._watched, self._noted, now, strict=True) if a != b)
+        log.warning(
+            "Weights such as %r were changed between two batches on worker %d, and are pushed as if a step had made "
+            "the change: the servers mix it with the updates of other workers. So weights that are loaded or "
+            "initialised here do not become those of all, and a bound that they are clamped to may not hold once they "
+            "are merged. Set weights at a sync point, such as on_train_epoch_end or on_validation_end, and clamp them "
+            "at the beginning of training_step, too.",
+            next((name for name, p in self._module.named_parameters() if p is changed), "?"),
+            worker,
+        )
 
 
 class UnseenSteps:
@@ -87,16 +128,23 @@ class UnseenSteps:
 
 def _trained(module: Module, layout: Layout) -> list[Tensor]:
     """The parameters that are exchanged and that only steps change: with ``max_norm`` each forward does, too."""
-    exchanged = {spec.name for spec in layout.tensors}
-    normed = {
-        id(each.weight)
-        for each in module.modules()
-        if isinstance(each, Embedding | EmbeddingBag) and each.max_norm is not None
-    }
-    return [p for name, p in module.named_parameters() if name in exchanged and id(p) not in normed]
+    names = {spec.name for spec in layout.tensors} - normed_embeddings(module)
+    return [p for name, p in module.named_parameters() if name in names]
+
+
+def normed_embeddings(module: Module) -> set[str]:
+    """Names of the weights that every forward changes, to keep them within a ``max_norm``."""
+    layers = [each for each in module.modules() if isinstance(each, Embedding | EmbeddingBag)]
+    normed = {id(layer.weight) for layer in layers if layer.max_norm is not None}
+    return {name for name, parameter in module.named_parameters() if id(parameter) in normed}
 
 
 def _changes_of(parameters: Iterable[Tensor]) -> int:
     """How often they were changed in place."""
+    return sum(_versions(parameters))
+
+
+def _versions(parameters: Iterable[Tensor]) -> list[int]:
+    """How often each was changed in place."""
     # Inference tensors, which nothing can train, have no count.
-    return sum(parameter._version for parameter in parameters if not parameter.is_inference())
+    return [parameter._version for parameter in parameters if not parameter.is_inference()]

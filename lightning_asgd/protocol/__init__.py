@@ -14,6 +14,7 @@ from lightning_asgd.protocol import (
     metric_messages,
     recovery_messages,
     session_messages,
+    state_messages,
     table_messages,
     update_messages,
 )
@@ -25,6 +26,7 @@ from lightning_asgd.protocol.metric_messages import *
 from lightning_asgd.protocol.recovery_messages import *
 from lightning_asgd.protocol.request import Request
 from lightning_asgd.protocol.session_messages import *
+from lightning_asgd.protocol.state_messages import *
 from lightning_asgd.protocol.table_messages import *
 from lightning_asgd.protocol.update_messages import *
 
@@ -36,6 +38,7 @@ __all__ += link_messages.__all__
 __all__ += metric_messages.__all__
 __all__ += recovery_messages.__all__
 __all__ += session_messages.__all__
+__all__ += state_messages.__all__
 __all__ += table_messages.__all__
 __all__ += update_messages.__all__
 

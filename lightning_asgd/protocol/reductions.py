@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_asgd.numerics import is_finite
 from lightning_asgd.protocol.collective_messages import JointReport, Place, Ranks, Reduced, SyncReport
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
+from lightning_asgd.protocol.state_messages import JointState, UntrainedState
 
 __all__ = ["TENSOR_REDUCTIONS", "combine", "metrics_in", "reduce"]
 
@@ -25,8 +27,8 @@ def reduce(how: str, payloads: Mapping[int, Any]) -> Reduced:
 
     ``how`` is one of :data:`TENSOR_REDUCTIONS` for lists of tensors of equal shapes, or ``"metric sum"``, ``"metric
     mean"``, ``"metric max"`` and ``"metric min"`` for states of metrics; ``"all"`` and ``"any"`` of flags; ``"same"``
-    for whether all are equal; ``"given"`` for the first that is not None; ``"report"`` for :class:`SyncReport`. Raises
-    what payloads of other kinds cause.
+    for whether all are equal; ``"given"`` for the first that is not None; ``"report"`` for :class:`SyncReport`;
+    ``"state"`` for :class:`UntrainedState`. Raises what payloads of other kinds cause.
     """
     return Reduced(_REDUCTIONS[how](payloads), Ranks.of(payloads))
 
@@ -115,6 +117,29 @@ def _all_together(places: Sequence[Place]) -> Place:
     )
 
 
+def _state(reports: Mapping[int, UntrainedState]) -> JointState:
+    chief = next((report for report in reports.values() if report.short is not None), UntrainedState())
+    found: dict[str, list[tuple[float, Tensor]]] = {name: [] for name in chief.statistics}
+    for report in reports.values():
+        for name, part in report.statistics.items():
+            if name in found and part[1].shape == chief.statistics[name][1].shape:
+                found[name].append(part)
+    means = {name: _mean_of_statistics(parts, chief.statistics[name][1]) for name, parts in found.items()}
+    names = {name for report in reports.values() for name in report.digests}
+    differ = {n for n in names if len({report.digests.get(n) for report in reports.values()}) > 1}
+    return JointState(means, frozenset(differ), chief.short)
+
+
+def _mean_of_statistics(parts: Sequence[tuple[float, Tensor]], otherwise: Tensor) -> Tensor:
+    """The mean, weighted by the batches seen, of values that are finite; ``otherwise`` if there are none."""
+    used = [(seen, value) for seen, value in parts if seen > 0 and is_finite(value)]
+    if not used or all(torch.equal(value, used[0][1]) for _, value in used):
+        return used[0][1] if used else otherwise  # not rounded
+    wide = torch.complex128 if otherwise.is_complex() else torch.float64
+    total = sum(seen * value.to(wide) for seen, value in used)
+    return torch.as_tensor(total / sum(seen for seen, _ in used)).to(otherwise.dtype)
+
+
 _REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     **{op: functools.partial(_tensors, op) for op in TENSOR_REDUCTIONS},
     **{f"metric {op}": functools.partial(_states, op) for op in _OF_STATES},
@@ -123,4 +148,5 @@ _REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {
     "same": _same,
     "given": _given,
     "report": _joint,
+    "state": _state,
 }

@@ -30,7 +30,7 @@ __all__ = [
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
-PROTOCOL = 34
+PROTOCOL = 35
 """Version of these messages. A server rejects a worker with another version."""
 
 

@@ -145,10 +145,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class ShardState(Request):
-    """Fetch the state that a shard keeps besides its weights, or restore it."""
+    """Fetch the state that a shard keeps besides its weights, or restore it, or replace the weights themselves."""
 
     fragment: int = 0  # number of the part of the module
     state: Any = None  # the reply from when the checkpoint was written; None to fetch it
+    weights: tuple[Tensor, ...] | None = None  # what a program has set; while all workers are at a sync point
 
 
 @dataclass(frozen=True)

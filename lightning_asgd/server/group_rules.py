@@ -19,11 +19,10 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Answer, Payload, Push, Transform
 from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role
 from lightning_asgd.numerics import wide
 from lightning_asgd.server.shard_copy import CHUNK, ShardCopy
 
-__all__ = ["Before", "GroupRules", "Tensors", "combine_buffers"]
+__all__ = ["Before", "GroupRules", "Tensors"]
 
 Tensors = Sequence[tuple[str, int]]
 """The parts of a group that belong to one tensor each: its name, and how many of its scalars this server holds."""
@@ -222,21 +221,6 @@ class GroupRules:
     def _piece(self, slots: dict[str, Any], part: _Part) -> dict[str, Any]:
         n = self.weights.numel()
         return {name: each[part.where] if each.shape == (n,) else each for name, each in slots.items()}
-
-
-def combine_buffers(
-    role: Role, weights: Tensor, update: Tensor, share: float, *, copy_back: bool, before: Before
-) -> None:
-    """Change a group that is not of parameters: no algorithm changes how these combine."""
-    for part in chunks(len(update)):
-        before(part)
-        w, u = weights[part], update[part]
-        if role is Role.LARGEST:
-            torch.maximum(w, u, out=w)
-        else:
-            w.add_(u, alpha=share)
-        if copy_back:
-            u.copy_(w)
 
 
 def chunks(n: int) -> list[slice]:

@@ -130,10 +130,12 @@ class SessionState:
         return LinkProbed(host_identity(), message.payload if message.echo else None)
 
     def shard_state(self, message: ShardState) -> Any:
-        """Return what a checkpoint holds of a shard, or restore it from that."""
+        """Return what a checkpoint holds of a shard, or restore it from that, or replace the shard's weights."""
         shard = self.shards.get(message.fragment)
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
+        if message.weights is not None:
+            return shard.replace(message.weights)
         try:
             return shard.state() if message.state is None else shard.restore(message.state)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table, Transform
 from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.layout import Groups, Role, check_form, dense
+from lightning_asgd.layout import Groups, check_form, dense
 from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
 from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server.group_rules import GroupRules, Tensors, combine_buffers
+from lightning_asgd.server.group_rules import GroupRules, Tensors
 from lightning_asgd.server.pending_replies import Completion
 from lightning_asgd.server.row_rules import Tables
 from lightning_asgd.server.shard_copy import ShardCopy
@@ -84,7 +84,7 @@ class Shard:
     _known: set[int] = field(default_factory=set)  # workers that took part at the last call
     _refused: dict[int, int] = field(default_factory=dict)  # per worker, pushes in a row
     _asked: list[_Asked] = field(default_factory=list)
-    _rules: list[GroupRules | None] = field(default_factory=list)  # per group; None for those that are not parameters
+    _rules: list[GroupRules] = field(default_factory=list)  # per group
     _tables: Tables | None = None  # the last groups
     _largest: GroupRules | None = None  # of them
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
@@ -117,12 +117,9 @@ class Shard:
             raise ProtocolError(f"A shard of {self.groups} was laid out as {len(tensors)} groups of tensors.")
         whole = len(self.whole)
         self._tables = Tables(self.algorithm, whole, weights[whole:], self.widths) if self.widths else None
-        self._rules = [
-            GroupRules(self.algorithm, w, named) if role is Role.PARAMETER else None
-            for (role, _, _), w, named in zip(self.whole, weights, tensors, strict=False)
-        ]
+        self._rules = [GroupRules(self.algorithm, w, named) for w, named in zip(weights[:whole], tensors, strict=False)]
         self._rules += self._tables.rules if self._tables else []
-        self._largest = max(filter(None, self._rules), key=lambda rules: rules.weights.numel(), default=None)
+        self._largest = max(self._rules, key=lambda rules: rules.weights.numel(), default=None)
         self.weights, self.version = tuple(weights), version
         self._backups = {}
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
@@ -134,19 +131,24 @@ class Shard:
         """
         if not self.weights:
             self.initialise(weights, version)
-        else:  # it was revived
-            check_form(weights, self.groups)
-            self._finish_copy()
-            for mine, theirs in zip(self.weights, weights, strict=True):
-                mine.copy_(theirs)
+        else:  # it was revived; workers push again what these weights lack
+            self.replace(weights)
             self.version = version
-            self._forget_gathered()  # workers push again what these weights lack
-            for rules in filter(None, self._rules):
-                rules.replaced()
         self.latest_push, self._applied = dict(pushes), dict(pushes)
         self._counted = SampleShares()  # the membership's own set may have lost workers since the last count
         for worker in self.table.living:
             self._count(worker)
+
+    def replace(self, weights: Sequence[Tensor]) -> None:
+        """Take other weights, one tensor per group, and keep what the algorithm keeps but for aggregated pushes."""
+        check_form(weights, self.groups)
+        self._finish_copy()
+        for mine, theirs in zip(self.weights, weights, strict=True):
+            mine.copy_(theirs)
+        self.version += 1
+        self._forget_gathered()
+        for rules in self._rules:
+            rules.replaced()
 
     def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
@@ -159,8 +161,8 @@ class Shard:
             "algorithm": self.algorithm,
             "version": self.version,
             "weights": tuple(copy.of(i, w) for i, w in enumerate(self.weights)),
-            "state": [rules.snapshot(i, copy) if rules else {} for i, rules in enumerate(self._rules)],
-            "pending": [copy.of(i, rules.pending) if rules else None for i, rules in enumerate(self._rules)],
+            "state": [rules.snapshot(i, copy) for i, rules in enumerate(self._rules)],
+            "pending": [copy.of(i, rules.pending) for i, rules in enumerate(self._rules)],
             "gathered": (self.table.count, self._lr, self._steps, self._weights, self._first),
             "samples": list(self.samples),  # never changed
         }, copy
@@ -171,9 +173,8 @@ class Shard:
         shard = cls(kept["groups"], kept["algorithm"], comes_and_goes, kept["tensors"], kept["widths"])
         shard.initialise(kept["weights"], kept["version"])
         for rules, state, pending in zip(shard._rules, kept["state"], kept["pending"], strict=True):
-            if rules is not None:
-                rules.restore(state)
-                rules.pending = None if pending is None else pending.to(rules.exact.dtype)
+            rules.restore(state)
+            rules.pending = None if pending is None else pending.to(rules.exact.dtype)
         shard.table.count, shard._lr, shard._steps, *rest = kept["gathered"]
         shard._weights, shard._first = rest or (float(shard.table.count), 0.0)  # before release 0.2 all weighed 1
         shard.samples.extend(kept["samples"])
@@ -181,15 +182,14 @@ class Shard:
 
     def state(self) -> list[dict[str, Any]]:
         """What the algorithm and its transforms keep per group beside the weights, for a checkpoint."""
-        return [rules.state(lambda value, _: deepcopy(value)) if rules else {} for rules in self._rules]
+        return [rules.state(lambda value, _: deepcopy(value)) for rules in self._rules]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
         """Take what :meth:`state` returned. The pushes that had been aggregated then are in no checkpoint."""
         self._finish_copy()
         for saved, rules in zip(state, self._rules, strict=True):
-            if saved and rules is not None:
-                rules.restore(saved)
-                rules.forget_gathered()
+            rules.restore(saved)
+            rules.forget_gathered()
 
     def forget(self, worker: int, *, replaced: bool = False) -> None:
         """Keep nothing for a worker that has left permanently, but its steps and latest push if it is replaced."""
@@ -317,14 +317,10 @@ class Shard:
             push = replace(push, scale=scale)
         if self._tables:
             self._tables.push(message, push, scale, self._before)
-        for index, (role, _, _) in enumerate(self.whole):
+        for index in range(len(self.whole)):
             rules, before = self._rules[index], self._before(index)
-            if rules is not None:
-                backup = self._backups[push.worker][index] if push.worker in self._backups else rules.weights
-                rules.push(update[index], push, scale, backup, copy_back=copy_back, before=before)
-            else:
-                about = self.weights[index], update[index], push.weight / push.live
-                combine_buffers(role, *about, copy_back=copy_back, before=before)
+            backup = self._backups[push.worker][index] if push.worker in self._backups else rules.weights
+            rules.push(update[index], push, scale, backup, copy_back=copy_back, before=before)
         if gatherer:
             if message.worker not in self.table.gathered:
                 self.table.arrivals.append(self.table.now)
@@ -357,8 +353,7 @@ class Shard:
         about: dict[str, Any] = {"live": live, "count": count, "weight": fmean(shares or [1.0]), "steps": steps}
         push = Push(worker=-1, payload=algorithm.payload, lr=lr, version=self.version, **about)
         for index, rules in enumerate(self._rules):
-            if rules is not None:
-                rules.apply_gathered(self._weights, push, self._before(index))
+            rules.apply_gathered(self._weights, push, self._before(index))
         self._applied = dict(self.latest_push)
         self._forget_gathered()
         self._count_up()
@@ -413,8 +408,8 @@ class Shard:
 
     def _fill(self, asked: _Asked, buffer: Buffer) -> None:
         force = asked.message.push and self.algorithm.answer is Answer.FORCE
-        for (role, _, _), weights, out in zip(self.whole, self.weights, buffer, strict=False):
-            if not force or role is not Role.PARAMETER:
+        for weights, out in zip(self.weights[: len(self.whole)], buffer, strict=True):
+            if not force:
                 out.copy_(weights)
             elif asked.verdict is not Verdict.APPLIED:
                 out.zero_()

@@ -76,8 +76,8 @@ class NamedWeights:
         ends = list(itertools.accumulate(sizes))
         self._places = {name: slice(end - n, end) for name, n, end in zip(self._shapes, sizes, ends, strict=True)}
         named = {name: self[name] for name in self._shapes}
-        self.layout = build_layout(named.items(), (), num_servers)
-        self.fragments = fragments_of(named, {}, number, num_servers)
+        self.layout = build_layout(named.items(), num_servers)
+        self.fragments = fragments_of(named, number, num_servers)
 
     def __getitem__(self, name: str) -> Tensor:
         """A tensor, whose values and gradient are parts of the flat ones. An optimizer may have replaced these."""

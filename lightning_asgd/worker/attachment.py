@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_asgd.protocol import BOOTSTRAPPED
 from lightning_asgd.worker.session_client import SessionClient
@@ -21,7 +22,8 @@ __all__ = ["Attachment"]
 
 _LOOP = "loop"  # what kind of loop began the run
 _LAYOUT = "layout"  # what is exchanged
-_CONSTANTS = "constants"  # the module's other tensors
+_CONSTANTS = "constants"  # the frozen parameters, and buffers that are not persistent
+_BUFFERS = "buffers"  # the chief's persistent ones, as of its latest sync point
 _PROGRESS = "progress"  # the chief's progress at the end of its latest epoch
 _BATCH = "batch"  # samples of a batch, as progress counts them
 _FILES = "files"  # state of the chief's checkpoint callbacks
@@ -101,11 +103,20 @@ class Attachment:
         self.client.note(BOOTSTRAPPED, True)
 
     def adopt(self, constants: Mapping[str, Tensor]) -> None:
-        """Take the bootstrap worker's values of the tensors that are not exchanged; these are changed in place."""
+        """Take the bootstrap worker's values of constants, in place; a buffer of another shape keeps its own."""
         theirs = self._notes.get(_CONSTANTS, {})
         for name, tensor in constants.items():
-            if name in theirs:
+            if name in theirs and (isinstance(tensor, Parameter) or tensor.shape == theirs[name].shape):
                 tensor.detach().copy_(theirs[name])
+
+    def publish_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Publish the chief's persistent buffers."""
+        self.client.note(_BUFFERS, values)
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those that the chief published last."""
+        return self.client.note(_BUFFERS) or {}
 
     def reference_batch(self, mine: int) -> int:
         """The reference batch size: that of the run's first worker."""

@@ -255,7 +255,7 @@ class Channel:
             run(self.finish(sync=True))
             replies, answers = self.log.peek()
         self.caught_up = replies[0].epoch, replies[0].done
-        return self.replica.ahead(answers, alone=self._alone)
+        return self.replica.ahead(answers)
 
     def peek(self) -> dict[str, Tensor]:
         """See :meth:`Synchronizer.peek`."""
@@ -433,6 +433,21 @@ class Exchanger:
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """See :class:`Synchronizer`."""
         restore_shards([channel.shards for channel in self.channels], state)
+
+    def changed(self) -> list[str]:
+        """See :class:`Synchronizer`."""
+        return [name for channel in self.channels for name in channel.replica.changed()]
+
+    def weights(self) -> list[list[tuple[Tensor, ...]]]:
+        """See :class:`Synchronizer`."""
+        return [channel.replica.weights() for channel in self.channels]
+
+    def replace(self, weights: Sequence[Sequence[tuple[Tensor, ...]]], *, sends: bool) -> None:
+        """See :class:`Synchronizer`."""
+        for channel, mine in zip(self.channels, weights, strict=True):
+            channel.replica.forget_parked()
+            if sends:
+                channel.shards.replace(mine)
 
     def forget_exchanges(self) -> None:
         """Drop the exchanges in flight: their session has ended."""

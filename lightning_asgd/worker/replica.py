@@ -20,7 +20,7 @@ Written with the module's weights *x* (all sums element-wise):
   its weights do not move, down to the sign of a zero.
 * :meth:`Replica.adopt`: ``x = base = r``.
 
-Other ways for parameters are in :mod:`lightning_asgd.worker.replica_kinds`; buffers go this way in all of them.
+Other ways are in :mod:`lightning_asgd.worker.replica_kinds`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.errors import LayoutMismatchError
-from lightning_asgd.layout import Layout, Role, dense, dtype_from_name
+from lightning_asgd.layout import Layout, dense, dtype_from_name
 from lightning_asgd.numerics import is_within_bounds
 from lightning_asgd.protocol import Rows
 from lightning_asgd.transports.shared_memory import SharedBlock
@@ -167,12 +167,7 @@ class Replica:
                 if keeps and r.previous is not None:
                     r.base, r.previous = r.previous, r.base
                 with self._near((r, before)) as (_, before):
-                    if r.role is Role.PARAMETER:
-                        self._pack(r, x, before)
-                    elif r.role is Role.LARGEST:
-                        r.wire.copy_(x, non_blocking=self._non_blocking)
-                    else:
-                        Replica._pack(self, r, x, before)  # a difference, whatever is pushed of parameters
+                    self._pack(r, x, before)
                 self.within_bounds = self.within_bounds and (self.blocks[r.server] is None or is_within_bounds(r.wire))
         for server, previous in enumerate(self._previous):
             if keeps and previous is not None:
@@ -207,14 +202,9 @@ class Replica:
             return
         self.await_arrival()
         with torch.no_grad():
-            for r, x in self._values(write=False):
+            for r in self._spans:
                 if r.server == server and r.previous is not None:
-                    if r.role is Role.LARGEST:
-                        r.wire.copy_(x)
-                    elif r.role is Role.PARAMETER:
-                        self._pack_again(r)
-                    else:
-                        r.wire.copy_(r.base - r.previous)
+                    self._pack_again(r)
 
     def fetched(self, server: int) -> tuple[Tensor, ...]:
         """A server's weights as they were fetched last, one tensor per group, to be read only.
@@ -229,9 +219,7 @@ class Replica:
             return *(b.cpu() for b in base), *tables
         if previous is not None:
             return *(s.cpu() for s in previous), *tables
-        roles = [role for role, _, _ in self.layout.shard(server)]
-        pairs = zip(roles, base, wire, strict=False)
-        return *(b.cpu() if role is Role.LARGEST else b.cpu() - w for role, b, w in pairs), *tables
+        return *(b.cpu() - w for b, w in zip(base, wire, strict=True)), *tables
 
     def merge(
         self, answers: Sequence[tuple[Tensor, ...]], *, pushed: bool = True, fresh: bool = False, alone: bool = False
@@ -239,7 +227,7 @@ class Replica:
         """Take the servers' weights and keep the steps since the push, if they answer one (``pushed``).
 
         If there are none (``fresh``) the answer is taken as it is. If no other worker pushes (``alone``) this one
-        keeps its own rounding, and its own integer buffers.
+        keeps its own rounding.
         """
         self._packed = False
         near = answers
@@ -251,12 +239,7 @@ class Replica:
                 answer = near[r.server][r.group][r.place]
                 with self._near((r, r.base)):
                     answer = answer.to(x.device, non_blocking=True) if self._offloads else answer
-                    if r.role is Role.PARAMETER:
-                        self._merge(r, x, answer, pushed, fresh, alone)
-                    elif r.role is Role.LARGEST and (alone or not fresh):
-                        self._merge_largest(r, x, answer, alone)
-                    else:
-                        Replica._merge(self, r, x, answer, pushed, fresh, alone)
+                    self._merge(r, x, answer, pushed, fresh, alone)
             if self.rows is not None:
                 self.rows.merge(answers, fresh=fresh, alone=alone)
 
@@ -265,12 +248,24 @@ class Replica:
         norms = []
         with torch.no_grad():
             for r, x in self._values(write=False):
-                if r.role is Role.PARAMETER:
-                    answer = r.of(answers).to(x.device)
-                    norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
+                answer = r.of(answers).to(x.device)
+                norms.append(torch.linalg.vector_norm(self._difference(x, answer)))
             if self.rows is not None:
                 norms += map(torch.linalg.vector_norm, self.rows.differences(answers))
         return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
+
+    def changed(self) -> list[str]:
+        """Names of the tensors in which the module differs from the weights that it adopted last."""
+        found: dict[int, None] = {}
+        with torch.no_grad():
+            for r, x in self._values(write=False):
+                pairs = zip(torch.split(x, r.sizes), torch.split(self._agreed(r).to(x.device), r.sizes), strict=True)
+                found |= {r.places[i][0]: None for i, pair in enumerate(pairs) if not _same_bits(*pair)}
+        names = [self.layout.tensors[index].name for index in found]
+        return names if self.rows is None else [*names, *self.rows.changed()]
+
+    def _agreed(self, r: Span) -> Tensor:
+        return r.base
 
     def accrue(self, skipped: bool | Tensor = False) -> None:
         """Note that an optimizer step was taken, or skipped."""
@@ -278,14 +273,12 @@ class Replica:
     def resume(self) -> None:
         """Bring back the worker's own weights, if a sync point has parked them."""
 
+    def forget_parked(self) -> None:
+        """Continue from the servers' weights instead."""
+
     def _pack_again(self, r: Span) -> None:
         if r.previous is not None:
             r.wire.copy_(r.base - r.previous)
-
-    def _merge_largest(self, r: Span, x: Tensor, answer: Tensor, alone: bool) -> None:
-        if not alone:  # else a program may have set its counter back
-            torch.maximum(x, answer.to(x.device), out=x)
-        r.base.copy_(answer)
 
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return x - answer
@@ -319,12 +312,7 @@ class Replica:
             for r, x in self._values(write=True):
                 answer = r.of(answers)
                 with self._near((r, r.base)):
-                    if r.role is Role.PARAMETER:
-                        self._adopt(r, x, answer, park, alone)
-                    elif r.role is Role.LARGEST and alone:
-                        self._merge_largest(r, x, answer, alone)
-                    else:
-                        Replica._adopt(self, r, x, answer, park, alone)
+                    self._adopt(r, x, answer, park, alone)
             if self.rows is not None:
                 self.rows.adopt(answers, alone=alone)
         if self._offloads:
@@ -333,19 +321,14 @@ class Replica:
     def _adopt(self, r: Span, x: Tensor, answer: Tensor, park: bool, alone: bool) -> None:
         Replica._merge(self, r, x, answer, pushed=False, fresh=True, alone=alone)
 
-    def ahead(self, answers: Sequence[tuple[Tensor, ...]], *, alone: bool = False) -> dict[str, Tensor]:
+    def ahead(self, answers: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
         """What :meth:`merge` of a fetch would make of the weights, as named CPU tensors; the module is not touched."""
         shards = self.weights()
         self.await_arrival()
         with torch.no_grad():
             for r in self._spans:
                 x, answer = r.of(shards), r.of(answers)
-                if r.role is Role.PARAMETER:
-                    self._go_ahead(r, x, answer)
-                elif r.role is not Role.LARGEST:
-                    Replica._go_ahead(self, r, x, answer)
-                elif not alone:
-                    torch.maximum(x, answer, out=x)
+                self._go_ahead(r, x, answer)
             if self.rows is not None:
                 self.rows.go_ahead(shards, answers)
         return self.read(shards)
@@ -429,3 +412,8 @@ class Replica:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(values.view(tensor.shape))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two vectors are the same, also where they hold NaN."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

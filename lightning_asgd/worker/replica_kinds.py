@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms.base import Algorithm, Payload
-from lightning_asgd.layout import Layout, Role
+from lightning_asgd.layout import Layout
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_spans import Place, Span
@@ -36,7 +36,7 @@ class GradientReplica(Replica):
         offload: bool = False,
     ) -> None:
         super().__init__(layout, places, blocks, remembers=remembers, offload=offload)
-        self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans) if r.role is Role.PARAMETER}
+        self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans)}
         self._pushed = {
             i: torch.zeros_like(accrued)
             for i, accrued in self._accrued.items()
@@ -121,6 +121,9 @@ class ElasticReplica(Replica):
     def _difference(self, x: Tensor, answer: Tensor) -> Tensor:
         return answer  # the force: the difference times a factor that the servers know
 
+    def _agreed(self, r: Span) -> Tensor:
+        return r.wire  # the base holds what was parked
+
     def adopt(self, answers: Sequence[tuple[Tensor, ...]], *, park: bool = False, alone: bool = False) -> None:
         """See :class:`Replica`."""
         super().adopt(answers, park=park and not self._parked, alone=alone)
@@ -136,6 +139,10 @@ class ElasticReplica(Replica):
         if r.wire.data_ptr() != answer.data_ptr():
             r.wire.copy_(answer)
 
+    def forget_parked(self) -> None:
+        """See :class:`Replica`."""
+        self._parked = False
+
     def resume(self) -> None:
         """See :class:`Replica`. What a program has changed meanwhile is kept."""
         if not self._parked:
@@ -143,8 +150,7 @@ class ElasticReplica(Replica):
         self._parked = False
         with torch.no_grad():
             for r, x in self._values(write=True):
-                if r.role is Role.PARAMETER:
-                    x.sub_(r.wire.to(x.device)).add_(r.base.to(x.device))
+                x.sub_(r.wire.to(x.device)).add_(r.base.to(x.device))
 
 
 def replica_for(

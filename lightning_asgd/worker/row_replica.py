@@ -236,6 +236,10 @@ class RowReplica:
         """Whether there are differences to push, after comparing whole tables."""
         return self._sums is None and any(span.changed(thorough=True).numel() for span in self._each())
 
+    def changed(self) -> list[str]:
+        """Names of the tables in which the module differs from the base."""
+        return list({span.table.name: None for span in self._each() if span.changed(thorough=True).numel()})
+
     def pack(self, *, thorough: bool) -> None:
         """Make the update since the last one: of the rows that may have changed, or ``thorough`` of all."""
         for (server, group), spans in self._spans.items():

@@ -245,6 +245,11 @@ class ShardClient:
             for s in self.connection.servers
         ]
 
+    def replace(self, weights: Sequence[tuple[Tensor, ...]]) -> None:
+        """Have the servers take these weights, per server one tensor per group. No worker trains meanwhile."""
+        for s in self.connection.servers:
+            self.connection.ask(s, ShardState(*self.connection.sender, self.fragment, weights=weights[s]))
+
     def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
         """Copies of the weights that the algorithm had the servers keep: versions that all have, oldest first.
 

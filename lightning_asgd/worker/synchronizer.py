@@ -160,5 +160,23 @@ class Synchronizer(Protocol):
         """Restore what :meth:`state` returned; one worker calls this before any worker pushes."""
         return
 
+    def changed(self) -> list[str]:
+        """Names of the weights that a program has changed since the last :meth:`fetch`, if no step was taken since.
+
+        None where workers share weights in memory, or take those of one of them at every sync point.
+        """
+        return []
+
+    def weights(self) -> list[list[tuple[Tensor, ...]]]:
+        """Copies of the module's weights, per fragment and server."""
+        return []
+
+    def replace(self, weights: Sequence[Sequence[tuple[Tensor, ...]]], *, sends: bool) -> None:
+        """Have the servers take these, and forget what :meth:`fetch` has parked.
+
+        All workers call this at a sync point, and fetch afterwards; the one that ``sends`` them sends its own.
+        """
+        return
+
     def close(self) -> None:
         """Release buffers and connections. The module keeps its weights."""

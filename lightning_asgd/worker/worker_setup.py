@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +18,20 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import FLAGS, Layout, Role, build_layout, dense, nbytes_of
-from lightning_asgd.numerics import is_finite
+from lightning_asgd.layout import Layout, Role, build_layout, dense, nbytes_of
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients
 from lightning_asgd.worker.link_probe import measured_code
+from lightning_asgd.worker.module_state import (
+    average,
+    digest_of,
+    fixed_tensors,
+    make_identical,
+    persistent_buffers,
+)
 from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for
@@ -39,14 +44,11 @@ from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
 __all__ = [
     "Start",
     "check_shapes",
-    "digest_of",
-    "exchanged_tensors",
     "fragments_of",
-    "make_identical",
-    "named_state",
     "newly_trainable",
     "set_up",
     "tables_of",
+    "trainable_parameters",
     "warn_if_fewer",
 ]
 
@@ -60,7 +62,8 @@ class Start:
     versions: list[int] | None = None  # per server, the first versions; those of the first worker are used
     fill: bool | None = None  # whether to send this worker's weights to the servers; None: if it is the chief
     layout: Any = None  # description of the layout on the servers; None if they have none
-    constants: bytes | None = None  # digest of the tensors that are not exchanged, where the others train already
+    constants: bytes | None = None  # digest of what each worker keeps as the chief had it, where the others train
+    again: bool = False  # whether these workers have trained before, so that buffers are their own already
 
 
 def set_up(
@@ -78,25 +81,27 @@ def set_up(
     parameter in which modules differ.
     """
     start, training = start or Start(), training or Training()
-    state = named_state(module)
-    check_shapes(state)
-    trainable, buffers = exchanged_tensors(module, state)
+    check_shapes(module)
+    trainable = trainable_parameters(module)
     algorithm, num_servers = config.algorithm, len(client.connection.servers)
     alone = algorithm.payload is Payload.NONE  # no server holds a part of the weights
     tables = tables_of(module) if algorithm.by_rows else ()
-    layout = build_layout(trainable.items(), buffers.items(), 1 if alone else num_servers, tables)
+    layout = build_layout(trainable.items(), 1 if alone else num_servers, tables)
     if start.layout is None:
         _check_same(collectives, layout, client.connection.worker)
     else:
         layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
-    constants = {n: t for n, t in state.items() if n not in trainable and n not in buffers}
-    digest = make_identical(collectives, constants)
+    constants = fixed_tensors(module, trainable)
+    digest = b""
+    if not start.again:
+        digest = make_identical(collectives, module, constants)
+        make_identical(collectives, module, persistent_buffers(module))
     if start.constants is not None:
         digest = _check_constants(constants, start.constants, client.connection.worker)
     if isinstance(algorithm, Hogwild):
         return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
-        make_identical(collectives, state)
+        make_identical(collectives, module, trainable)
         kind = LayerGradients if training.closures else ProgramGradients
         return kind(
             client.connection,
@@ -104,15 +109,15 @@ def set_up(
             module,
             algorithm,
             training if not _tied(module) else replace(training, late_steps=False),
-            lambda: make_identical(collectives, named_state(module), mean=True),
+            lambda: average(collectives, trainable_parameters(module)),
             one_machine=_on_one_machine(collectives),
         )
-    parts, code = fragments_of(trainable, buffers, algorithm.fragments, num_servers, tables), config.compression
+    parts, code = fragments_of(trainable, algorithm.fragments, num_servers, tables), config.compression
     warn_if_fewer(algorithm, len(parts))
     if isinstance(code, Auto):
         code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
     _warn_if_unused(code, parts)
-    places = [_places(module, part, own_flags=training.closures and client.connection.world_size > 0) for part in parts]
+    places = [places_of(module, part) for part in parts]
     chief = None
     while chief != collectives.chief:  # else it died before it had brought the weights
         chief = collectives.chief
@@ -120,40 +125,9 @@ def set_up(
         filled = [_fill(client, places[number], config, code, about, part, number) for number, part in enumerate(parts)]
         collectives.barrier("servers have the weights")
     exchanger = Exchanger(layout, filled, config, training)
-    _take_first_values(exchanger, places, together=start.layout is None)
+    run(exchanger.fetch(together=start.layout is None))
     exchanger.constants, exchanger.stats = digest, ExchangeStats()
     return exchanger
-
-
-class _OwnFlags:
-    """Buffers with flags and masks. Exchanges write only copies of them, once the worker has the first values."""
-
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self._buffers, self.writable = buffers, True
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._buffers[name] if self.writable else self._buffers[name].detach().clone()
-
-
-def _places(module: Module, layout: Layout, *, own_flags: bool) -> Sequence[Place]:
-    """Where a module keeps the tensors of a layout.
-
-    With ``own_flags`` each worker keeps its own flags, which a program may lower. Servers still keep the largest
-    values, which only replacements of lost workers take. A Trainer's workers, whose optimizers get closures, are given
-    the chief's at sync points (``OwnState``). In a plain loop and in an elastic run nothing else shares them, so there
-    exchanges do.
-    """
-    places = places_of(module, layout)
-    if not own_flags:
-        return places
-    return [(_OwnFlags(where), key) if where[key].dtype in FLAGS else (where, key) for where, key in places]
-
-
-def _take_first_values(exchanger: Exchanger, places: Sequence[Sequence[Place]], *, together: bool) -> None:
-    run(exchanger.fetch(together=together))
-    for where, _ in (place for part in places for place in part):
-        if isinstance(where, _OwnFlags):
-            where.writable = False
 
 
 def _on_one_machine(collectives: Collectives) -> bool:
@@ -161,9 +135,9 @@ def _on_one_machine(collectives: Collectives) -> bool:
     return bool(collectives.reduced("all_reduce", "the workers' machines", host, "same").value) and host != ""
 
 
-def check_shapes(state: Mapping[str, Tensor]) -> None:
+def check_shapes(module: Module) -> None:
     """Raise a :class:`ConfigurationError` for a parameter without a shape."""
-    for name, tensor in state.items():
+    for name, tensor in module.named_parameters():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
                 f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
@@ -171,19 +145,9 @@ def check_shapes(state: Mapping[str, Tensor]) -> None:
             )
 
 
-def exchanged_tensors(module: Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The module's parameters and buffers that are exchanged."""
-    kept = module.state_dict()
-    # Wrappers, such as that of activation checkpointing, give them other names there.
-    known = {*state, *(name for name, _ in module.named_buffers())}
-    places = {(t.data_ptr(), t.shape) for n, t in kept.items() if n not in known and type(t) is Tensor}
-
-    def is_kept(name: str, buffer: Tensor) -> bool:
-        return name in kept or (type(buffer) is Tensor and (buffer.data_ptr(), buffer.shape) in places)
-
-    # A buffer that holds an infinity (an attention mask) is a constant: a difference of it would be NaN.
-    buffers = {n: b for n, b in module.named_buffers() if is_kept(n, b) and is_finite(b)}
-    return {n: t for n, t in state.items() if t.requires_grad}, buffers
+def trainable_parameters(module: Module) -> dict[str, Tensor]:
+    """The module's parameters that are exchanged: those without elements hold nothing."""
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.numel()}
 
 
 def _check_code(algorithm: Algorithm, part: Layout) -> None:
@@ -263,13 +227,9 @@ def _fill(
 
 
 def fragments_of(
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    number: int,
-    num_servers: int,
-    tables: Collection[str] = (),
+    parameters: Mapping[str, Tensor], number: int, num_servers: int, tables: Collection[str] = ()
 ) -> list[Layout]:
-    """One layout per fragment; buffers go with the first.
+    """One layout per fragment.
 
     Each parameter, the largest first, goes to the fragment that is the smallest then. Of a table only some rows are
     exchanged, so it counts as nothing.
@@ -283,7 +243,7 @@ def fragments_of(
         dealt[least].append(name)
         filled[least] += sizes[name]
     named = [[(name, parameter) for name, parameter in parameters.items() if name in part] for part in map(set, dealt)]
-    return [build_layout(part, buffers.items() if k == 0 else (), num_servers, tables) for k, part in enumerate(named)]
+    return [build_layout(part, num_servers, tables) for part in named]
 
 
 def tables_of(module: Module) -> list[str]:
@@ -294,39 +254,10 @@ def tables_of(module: Module) -> list[str]:
     return [named[id(w)] for w in weights if id(w) in named and w.dim() == 2 and w.is_contiguous() and w.numel()]
 
 
-def named_state(module: Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by name, tied ones once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
 def newly_trainable(module: Module, layout: Layout) -> dict[str, Tensor]:
     """Trainable parameters that are not exchanged, since they were frozen or missing when the layout was made."""
     known = {spec.name for spec in layout.tensors}
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in known}
-
-
-def make_identical(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool = False) -> bytes:
-    """Give all workers the same values of tensors that are not exchanged, in place; sent only if any differ.
-
-    These are the chief's values, or with ``mean`` the mean of all (the largest, of integers): then all workers must
-    give the same names. Returns a digest of the chief's values, or an empty one with ``mean`` if any differed.
-    """
-    if not collectives.real or not tensors:
-        return b""
-    digest = digest_of(tensors)
-    if collectives.reduced("all_reduce", "state digest", digest, "same").value:
-        return digest
-    return _copy_values(collectives, tensors, mean=mean)
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Equal for equal names and values; empty for none."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(name.encode())
-        raw: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        digest.update(raw)
-    return digest.digest() if tensors else b""
+    return {n: p for n, p in trainable_parameters(module).items() if n not in known}
 
 
 def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) -> bytes:
@@ -338,21 +269,6 @@ def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) 
             "start of the script: call seed_everything() first, or load them from a file."
         )
     return theirs
-
-
-def _copy_values(collectives: Collectives, tensors: Mapping[str, Tensor], *, mean: bool) -> bytes:
-    """See :func:`make_identical`."""
-    with torch.no_grad():
-        if mean:
-            for name, tensor in tensors.items():
-                op = "mean" if tensor.is_floating_point() or tensor.is_complex() else "max"
-                tensor.copy_(collectives.reduce(tensor, op, f"state {name}"))
-            return b""
-        theirs = collectives.broadcast_of_chief({n: t.detach().cpu() for n, t in tensors.items()}, "state")
-        for name, value in theirs.items():
-            if name in tensors:
-                tensors[name].copy_(value)
-        return digest_of(theirs)
 
 
 def _tied(module: Module) -> bool:

@@ -685,7 +685,7 @@ def test_every_public_algorithm_has_a_short_name_and_every_transform_is_in_the_b
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 5.0), (0.5, 4.0), (1.0, 3.0)])
 def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: float) -> None:
     w = torch.tensor([3.0])
-    layout = build_layout([("w", w)], [], 1)
+    layout = build_layout([("w", w)], 1)
     replica = replica_for(StreamingDiLoCo(alpha=alpha), layout, [([w], 0)], [None])
     replica.merge([(torch.tensor([5.0]),)])
     assert w.item() == expected
@@ -696,7 +696,7 @@ def test_an_answer_is_mixed_into_the_workers_weights(alpha: float, expected: flo
 def test_steps_that_no_push_has_brought_are_not_mixed() -> None:
     """With ``nfetch`` below ``npush`` a worker also fetches between its pushes."""
     w = torch.tensor([3.0])
-    layout = build_layout([("w", w)], [], 1)
+    layout = build_layout([("w", w)], 1)
     replica = replica_for(StreamingDiLoCo(alpha=0.5), layout, [([w], 0)], [None])
     replica.adopt([(torch.tensor([3.0]),)])
     w.add_(2.0)

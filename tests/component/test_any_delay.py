@@ -310,7 +310,7 @@ def test_offload_takes_one_chunk_of_the_device_at_most(algorithm: Algorithm | No
     for offload in (False, True):
         with LateDevice(no_delays()) as device, pytest.MonkeyPatch.context() as patch:
             module = {name: device.on_device(torch.randn(n)) for name, n in (("a", 2000), ("b", 3), ("c", 5))}
-            layout = build_layout(module.items(), (), 2)
+            layout = build_layout(module.items(), 2)
             blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
             patch.setattr(replica_module, "lane_for", lambda _, d=device: DeviceLane(DEVICE, module_of(d)))
             about = layout, [(module, spec.name) for spec in layout.tensors], blocks

@@ -32,7 +32,7 @@ from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.shard_client import ShardClient
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ASGDError)]
-LAYOUT = build_layout([("w", torch.zeros(4))], [], 2)
+LAYOUT = build_layout([("w", torch.zeros(4))], 2)
 
 
 class Answers(Transport):

@@ -203,7 +203,7 @@ class World:
         self.acknowledged: set[tuple[int, int]] = set()
         self.fetched: dict[int, torch.Tensor] = {}
         self.weights = [torch.zeros(plan.servers * plan.workers * plan.pushes) for _ in range(plan.workers)]
-        self.layout = build_layout([("w", self.weights[0])], [], plan.servers)
+        self.layout = build_layout([("w", self.weights[0])], plan.servers)
         self.config = ExchangeConfig.create(nsync=1, algorithm=ASGD("sum"), overlap=False)
 
     def serve(self, *, succeeds: bool = False) -> Server:

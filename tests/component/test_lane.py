@@ -259,7 +259,7 @@ def test_a_device_packs_and_merges_what_a_cpu_does(
         place = CPU if lane is None else device
         module = {"w": torch.arange(3000.0), "b": torch.arange(5.0)}
         module = {name: value.to(place, dtype) for name, value in module.items()}
-        layout = build_layout(module.items(), [], 2)
+        layout = build_layout(module.items(), 2)
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
         for value in module.values():
             value.grad = torch.ones_like(value)
@@ -356,7 +356,7 @@ def test_a_block_is_pinned_whole_and_no_longer_than_it_is_there(forgotten: bool)
     """Also where nobody gives it back since something failed: another one may come to lie at its address."""
     registry: Any = Registry()
     lane = DeviceLane(torch.device("meta"), registry)
-    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], 1).shard(0))
     assert block is not None
     lane.pin(block)
     assert registry.pinned == [block.span]
@@ -375,7 +375,7 @@ def test_a_block_is_pinned_whole_and_no_longer_than_it_is_there(forgotten: bool)
 def test_a_block_is_no_longer_pinned_also_where_the_device_has_failed() -> None:
     registry: Any = Registry()
     lane = DeviceLane(torch.device("meta"), registry)
-    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], 1).shard(0))
     assert block is not None
     lane.pin(block)
     registry.broken = True
@@ -398,7 +398,7 @@ def test_what_turns_took_is_forgotten_where_nobody_asks() -> None:
 def test_where_memory_cannot_be_pinned_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     registry: Any = Registry(error=2)
     lane = DeviceLane(torch.device("meta"), registry)
-    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], 1).shard(0))
     assert block is not None
     lane.pin(block)
     lane.unpin(block)
@@ -412,7 +412,7 @@ def test_a_device_that_cannot_pin_what_exists_is_not_asked_to(caplog: pytest.Log
     calls: list[str] = []
     module: Any = SimpleNamespace(Stream=lambda _: SimpleNamespace(synchronize=lambda: calls.append("synchronize")))
     lane = DeviceLane(torch.device("meta"), module)
-    block = shared_memory.create(build_layout([("w", torch.zeros(100))], [], 1).shard(0))
+    block = shared_memory.create(build_layout([("w", torch.zeros(100))], 1).shard(0))
     assert block is not None
     lane.pin(block)
     lane.unpin(block)

@@ -174,7 +174,7 @@ class World:
         self.lost: dict[int, str] = {}  # why
         # By epoch and segment, the weights that workers had at its end.
         self.fetched: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self.layout = build_layout([("w", self.weights[0])], [], len(self.services))
+        self.layout = build_layout([("w", self.weights[0])], len(self.services))
         self.joined = 0
         self.ready = 0
         for rank in range(workers):

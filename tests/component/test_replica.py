@@ -223,7 +223,7 @@ def test_tensors_stay_where_they_are(case: Case) -> None:
 
 def channels_last_case() -> Case:
     tensor = values((2, 3, 2, 2), torch.float32, 0).contiguous(memory_format=torch.channels_last)
-    layout = build_layout([("w", tensor)], [], 2)
+    layout = build_layout([("w", tensor)], 2)
     return Case(layout, [tensor], Replica(layout, [([tensor], 0)], [None, None]))
 
 
@@ -236,7 +236,7 @@ def test_a_channels_last_tensor_keeps_its_format_and_its_neighbours_order() -> N
 
 def test_parameters_that_require_gradients_can_be_changed() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
-    replica = Replica(build_layout([("w", parameter)], [], 1), [([parameter], 0)], [None])
+    replica = Replica(build_layout([("w", parameter)], 1), [([parameter], 0)], [None])
     replica.adopt([(torch.ones(4),)])
     parameter.sum().backward()
     assert parameter.tolist() == [1.0] * 4
@@ -250,7 +250,7 @@ def test_updates_are_by_value_where_there_is_no_block() -> None:
 @pytest.mark.skipif(shared_memory.create([]) is None, reason="this system has no shared memory")
 def test_updates_lie_in_the_block_where_there_is_one() -> None:
     tensor = torch.zeros(6)
-    layout = build_layout([("w", tensor)], [], 2)
+    layout = build_layout([("w", tensor)], 2)
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
     replica = Replica(layout, [([tensor], 0)], blocks)
     replica.adopt([(torch.zeros(3),), (torch.zeros(3),)])
@@ -281,7 +281,7 @@ def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(
 ) -> None:
     tensor = torch.zeros(600_000)
     tensor.grad = gradient = torch.ones(600_000)
-    layout = build_layout([("w", tensor)], [], 2)
+    layout = build_layout([("w", tensor)], 2)
     blocks = [shared_memory.create(layout.shard(s)) for s in range(2)]
     replica = replica_for(algorithm, layout, [([tensor], 0)], blocks)
     replica.adopt([tuple(torch.zeros_like(t) for t in shard) for shard in replica.wire])
@@ -296,7 +296,7 @@ def test_a_worker_sees_what_is_not_sane_of_an_update_in_shared_memory(
 def test_a_replica_of_gradients_remembers_what_it_fetched_where_memory_is_not_shared() -> None:
     weight = torch.zeros(3)
     weight.grad = torch.ones(3)
-    layout = build_layout([("w", weight)], [], 1)
+    layout = build_layout([("w", weight)], 1)
     blocks = [shared_memory.create(layout.shard(0))]
     replica = GradientReplica(layout, [([weight], 0)], blocks, remembers=True)
     replica.drop_block(0)  # the server is on another machine

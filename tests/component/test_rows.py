@@ -377,7 +377,7 @@ def test_servers_hold_whole_rows() -> None:
     assert [layout.bounds(server, 1) for server in range(2)] == [(0, 12), (12, 27)]
     assert dense(layout.shard(0)) == ((Role.PARAMETER, "float32", 3),)
     with pytest.raises(ConfigurationError):
-        build_layout([("a", torch.zeros(1, 1))], [], 2, ["a"])
+        build_layout([("a", torch.zeros(1, 1))], 2, ["a"])
 
 
 @pytest.mark.parametrize("algorithm", [ASGD(), LocalSGD()], ids=["at once", "in rounds"])

@@ -30,12 +30,12 @@ class Worker:
         client, parts = cluster.client(rank), list[Any]()
         client.join()
         for number, (name, weight) in enumerate(self.weights.items()):
-            layout = build_layout([(name, weight)], [], 1)
+            layout = build_layout([(name, weight)], 1)
             replica = replica_for(config.algorithm, layout, [({name: weight}, name)], [None])
             shards = ShardClient(client, number)
             shards.initialise(layout, config.algorithm, [None], replica.weights() if rank == 0 else None)
             parts.append((shards, replica))
-        layout = build_layout(self.weights.items(), [], 1)
+        layout = build_layout(self.weights.items(), 1)
         self.exchanger = Exchanger(layout, parts, config, Training(), clock=lambda: self.now)
         run(self.exchanger.fetch())
 

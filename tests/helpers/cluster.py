@@ -73,7 +73,7 @@ class Cluster:
         config = ExchangeConfig.create(**settings)
         client = self.client(rank)
         client.join()
-        layout = build_layout(parameters.items(), (buffers or {}).items(), len(self.services), tables)
+        layout = build_layout(parameters.items(), len(self.services), tables)
         tensors = {**parameters, **(buffers or {})}
         blocks = [shared_memory.create(dense(layout.shard(s))) if shared else None for s in range(layout.num_servers)]
         replica = replica_for(config.algorithm, layout, [(tensors, spec.name) for spec in layout.tensors], blocks)
@@ -113,7 +113,7 @@ def summary(service: Service) -> dict[str, Any]:
 
 
 def layout_of_floats(n: int, servers: int) -> Layout:
-    return build_layout([("w", torch.zeros(n))], [], servers)
+    return build_layout([("w", torch.zeros(n))], servers)
 
 
 def prepare(

@@ -97,7 +97,7 @@ def test_every_scalar_is_exchanged_once_and_in_its_place(island: tuple[Layout, d
 
 
 def test_processes_with_the_same_block_share_it_equally() -> None:
-    layout = build_layout({"w": torch.zeros(4, 6, requires_grad=True)}.items(), (), 1)
+    layout = build_layout({"w": torch.zeros(4, 6, requires_grad=True)}.items(), 1)
     blocks = {"w": [Block((0, 0), (4, 6))] * 4}
     parts = [part_layout(layout, blocks, rank) for rank in range(4)]
     assert [part.ranges(0) for part in parts] == [(((0, 6),),), (((6, 12),),), (((12, 18),),), (((18, 24),),)]
@@ -105,6 +105,6 @@ def test_processes_with_the_same_block_share_it_equally() -> None:
 
 
 def test_blocks_that_are_not_all_of_a_tensor_are_refused() -> None:
-    layout = build_layout({"w": torch.zeros(4, 6, requires_grad=True)}.items(), (), 1)
+    layout = build_layout({"w": torch.zeros(4, 6, requires_grad=True)}.items(), 1)
     with pytest.raises(ConfigurationError, match="hold 12 scalars of 'w', which has 24"):
         part_layout(layout, {"w": [Block((0, 0), (2, 6)), Block((0, 0), (2, 6))]}, 0)

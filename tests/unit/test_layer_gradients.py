@@ -40,7 +40,7 @@ def made(
     module: nn.Module, optimizers: Sequence[Any], connection: Alone, delay: int = 0, *, one_machine: bool = False
 ) -> LayerGradients:
     training = Training(optimizers=lambda: optimizers, late_steps=True)
-    layout = build_layout(module.named_parameters(), (), 1)
+    layout = build_layout(module.named_parameters(), 1)
     given = (cast(Any, connection), layout, module, LayerWise(delay), training, lambda: None)
     return LayerGradients(*given, one_machine=one_machine)
 

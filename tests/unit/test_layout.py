@@ -93,13 +93,13 @@ def test_pieces_are_as_long_as_they_can_be(case: tuple[Layout, list[tuple[str, t
 
 
 def test_workers_with_the_same_module_compute_the_same_layout() -> None:
-    first, second = (build_layout(torch.nn.Linear(3, 2).named_parameters(), [], 2) for _ in range(2))
+    first, second = (build_layout(torch.nn.Linear(3, 2).named_parameters(), 2) for _ in range(2))
     assert first == second
     first.check_same(second.describe(), "worker 1", "worker 0")
 
 
 def layout_of(**tensors: torch.Tensor) -> Layout:
-    return build_layout(tensors.items(), [], 1)
+    return build_layout(tensors.items(), 1)
 
 
 def test_the_first_tensor_that_differs_is_named() -> None:
@@ -128,7 +128,7 @@ def test_dtypes_and_names_are_compared(other: dict[str, torch.Tensor]) -> None:
 def test_roles_are_compared() -> None:
     parameters, extra = [("a", torch.zeros(2))], ("b", torch.zeros(2))
     with pytest.raises(LayoutMismatchError, match="'b'"):
-        build_layout([*parameters, extra], [], 1).check_same(
+        build_layout([*parameters, extra], 1).check_same(
             build_layout(parameters, [extra], 1).describe(), "worker 1", "worker 0"
         )
 
@@ -152,14 +152,14 @@ def test_a_sparse_tensor_is_refused_by_name() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'embedding' has layout torch.sparse_coo.*Expected a dense.*to_dense"
     ):
-        build_layout([("embedding", sparse)], [], 1)
+        build_layout([("embedding", sparse)], 1)
     with pytest.raises(ConfigurationError, match="'mask'"):
         build_layout([("a", torch.zeros(2))], [("mask", sparse)], 1)
 
 
 def test_more_servers_than_scalars_are_refused() -> None:
     tensors = [("a", torch.zeros(2)), ("b", torch.zeros(3))]
-    assert build_layout(tensors, [], 5).num_servers == 5
+    assert build_layout(tensors, 5).num_servers == 5
     with pytest.raises(
         ConfigurationError, match=r"num_servers=6 is more than .* 5 trainable scalars.*Lower num_servers"
     ):
