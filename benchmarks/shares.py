@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -62,6 +62,13 @@ class Shares(Problem):
             loss = self._loss(net(inputs), targets)
             gradients = torch.autograd.grad(loss, list(net.parameters()))
         return float(loss.detach()), torch.cat([g.reshape(-1) for g in gradients])
+
+    def synchronise(self, workers: Collection[int]) -> None:
+        """Statistics are averaged. All workers see as many batches."""
+        for buffers in zip(*(self.nets[worker].buffers() for worker in workers), strict=True):
+            mean = torch.stack([each.double() for each in buffers]).mean(0)
+            for each in buffers:
+                each.copy_(mean)
 
     def loss(self, weights: Tensor) -> float:
         return 0.0  # only what training ends with is looked at

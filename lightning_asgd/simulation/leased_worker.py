@@ -170,6 +170,7 @@ class LeasedWorker(SimulatedWorker):
             yield from self._reduced("barrier", f"{name}: all have the weights", False, "any")
         elif met.versions is not None and met.versions != mine.versions:
             yield from exchanger.fetch(park=True)
+        self._problem.synchronise(met.workers)
 
     def _reduced(self, kind: str, name: str, payload: Any, how: str) -> Any:
         sender, seq = self._client.connection.sender, self._next_meeting()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.protocol import JointState, UntrainedState
+from lightning_asgd.protocol.reductions import reduce
 from lightning_asgd.validation import at_least, whole
+from lightning_asgd.worker.untrained_state import is_statistic
 
 __all__ = ["ModuleProblem", "Problem", "Quadratic"]
 
@@ -61,6 +65,14 @@ class Problem(ABC):
             the loss of the batch, and the gradient, a fresh tensor of shape ``(n,)``.
         """
         return self.gradient(weights, worker, generator)
+
+    def synchronise(self, workers: Collection[int]) -> None:
+        """Share what workers keep beside the weights, such as statistics. By default there is nothing.
+
+        Args:
+            workers: the ranks of those that have met at a sync point. Each of them calls this.
+        """
+        return
 
     @abstractmethod
     def loss(self, weights: Tensor) -> float:
@@ -115,10 +127,11 @@ class Quadratic(Problem):
 
 
 class ModuleProblem(Problem):
-    """Any module, whose parameters are one flat vector here. Its buffers and frozen parameters stay as they are.
+    """Any module, whose parameters are one flat vector here. Its frozen parameters stay as they are.
 
-    Running statistics, such as BatchNorm's, do not move: every step begins with those that the module has, and what it
-    makes of them is dropped. In training mode BatchNorm normalises by its batch, also for the loss that is reported.
+    Each worker has buffers of its own, which are shared at sync points as in a real run: running statistics are
+    averaged, the others are the first worker's. The loss is reported in evaluation mode, with what a sync point would
+    make of the buffers.
 
     Args:
         module: on the CPU; its trainable parameters are of one dtype. It is not changed.
@@ -151,6 +164,8 @@ class ModuleProblem(Problem):
             )
         self._shapes = {n: tuple(p.shape) for n, p in parameters.items()}
         self._sizes = [p.numel() for p in parameters.values()]
+        self._buffers: dict[int, dict[str, Tensor]] = {}  # of each worker that has taken a step
+        self._seen: Counter[int] = Counter()  # batches of each since the last sync point
 
     def start(self) -> Tensor:
         """See :class:`Problem`."""
@@ -165,17 +180,47 @@ class ModuleProblem(Problem):
         """See :class:`Problem`."""
         with torch.enable_grad():
             leaf = weights.detach().requires_grad_()
-            loss = self._loss_of(leaf, *self._batches(worker, generator))
+            if worker not in self._buffers:
+                self._buffers[worker] = {name: b.clone() for name, b in self._module.named_buffers()}
+            self._seen[worker] += 1
+            loss = self._loss_of(leaf, self._buffers[worker], *self._batches(worker, generator))
             (gradient,) = torch.autograd.grad(loss, leaf)
         return float(loss.detach()), gradient
 
     def loss(self, weights: Tensor) -> float:
         """See :class:`Problem`."""
-        with torch.no_grad():
-            return float(self._loss_of(weights.detach(), *self._whole))
+        modes = {each: each.training for each in self._module.modules()}
+        self._module.eval()
+        try:
+            with torch.no_grad():
+                return float(self._loss_of(weights.detach(), self._shared(self._buffers), *self._whole))
+        finally:
+            for each, training in modes.items():
+                each.training = training
 
-    def _loss_of(self, weights: Tensor, inputs: Any, target: Any) -> Tensor:
+    def synchronise(self, workers: Collection[int]) -> None:
+        """See :class:`Problem`."""
+        for worker, buffers in self._buffers.items():
+            if worker in workers:
+                buffers.update({name: value.clone() for name, value in self._shared(workers).items()})
+        for worker in workers:
+            self._seen[worker] = 0
+
+    def _shared(self, workers: Collection[int]) -> dict[str, Tensor]:
+        """What these workers' buffers come to."""
+        found = {worker: self._buffers[worker] for worker in sorted(workers) if worker in self._buffers}
+        if not found:
+            return dict(self._module.named_buffers())
+        chief = next(iter(found.values()))
+        statistics = [name for name, buffer in chief.items() if is_statistic(name, buffer)]
+        reports = {
+            worker: UntrainedState({n: (float(self._seen[worker]), buffers[n]) for n in statistics}, {}, {})
+            for worker, buffers in found.items()
+        }
+        means: JointState = reduce("state", reports).value
+        return {**chief, **means.statistics}
+
+    def _loss_of(self, weights: Tensor, buffers: Mapping[str, Tensor], inputs: Any, target: Any) -> Tensor:
         pieces = torch.split(weights, self._sizes)
         state = {n: p.view(shape) for (n, shape), p in zip(self._shapes.items(), pieces, strict=True)}
-        state |= {n: buffer.clone() for n, buffer in self._module.named_buffers()}  # BatchNorm writes into them
-        return self._loss(functional_call(self._module, state, (inputs,)), target)
+        return self._loss(functional_call(self._module, state | dict(buffers), (inputs,)), target)  # which writes there

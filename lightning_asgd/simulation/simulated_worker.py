@@ -228,6 +228,7 @@ class SimulatedWorker:
         if any(moved.values()):
             yield from self.exchanger.fetch(park=True)
             yield from self._meet(f"{name}: all have the weights")
+        self._problem.synchronise(moved)
 
     def _meet(self, name: str, payload: Any = None) -> Any:
         """Wait for the other workers.

@@ -63,8 +63,8 @@ def digest_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    try:
-        return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    try:  # of a copy: NumPy would keep a program from resizing the tensor itself
+        return tensor.clone().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, ValueError):  # a sparse or quantised one, or one without elements
         return pickle.dumps(tensor.clone())
 
