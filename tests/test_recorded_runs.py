@@ -196,7 +196,7 @@ def scripted(**settings: Any) -> Record:
     for synchronizer in synchronizers:
         run(synchronizer.fetch())
     record = {
-        "weights": [digest(list(module.state_dict().values())) for module in modules],
+        "weights": [digest(list(module.parameters())) for module in modules],
         "versions": [synchronizer.versions for synchronizer in synchronizers],
         "pushes": [synchronizer.stats.pushes for synchronizer in synchronizers],
     }

@@ -185,9 +185,12 @@ class Shard:
         return [rules.state(lambda value, _: deepcopy(value)) for rules in self._rules]
 
     def restore(self, state: Sequence[dict[str, Any]]) -> None:
-        """Take what :meth:`state` returned. The pushes that had been aggregated then are in no checkpoint."""
+        """Take what :meth:`state` returned. The pushes that had been aggregated then are in no checkpoint.
+
+        Until protocol 34 servers held buffers, too. Nothing was kept for their groups.
+        """
         self._finish_copy()
-        for saved, rules in zip(state, self._rules, strict=True):
+        for saved, rules in zip(filter(None, state), self._rules, strict=True):
             rules.restore(saved)
             rules.forget_gathered()
 

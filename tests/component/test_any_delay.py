@@ -92,14 +92,12 @@ class Copies:
         values = {"a": torch.randn(7, 5), "b": torch.randn(3), "c": torch.randn(2), "d": torch.randn(40)}
         self.module: dict[str, Tensor] = {name: place(value) for name, value in values.items()}
         self.module["a"] = self.module["a"].t()  # strided
-        self.buffers: dict[str, Tensor] = {"mean": place(torch.randn(4)), "count": place(torch.tensor(3))}
-        layout = build_layout(self.module.items(), self.buffers.items(), 2)
+        layout = build_layout(self.module.items(), 2)
         blocks = [shared_memory.create(layout.shard(s)) if shared else None for s in range(2)]
-        tensors = {**self.module, **self.buffers}
         self.lane = staging.DeviceLane(DEVICE, module_of(device)) if device is not None and lane else None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replica_module, "lane_for", lambda _: self.lane)
-            places = [(tensors, spec.name) for spec in layout.tensors]
+            places = [(self.module, spec.name) for spec in layout.tensors]
             among = [each for each in ALGORITHMS if not (offload and each.payload is Payload.GRADIENT)]
             algorithm = random.choice((*among, None))
             if algorithm is None:
@@ -111,10 +109,7 @@ class Copies:
 
     def answers(self, random: Random, wire: bool) -> Sequence[tuple[Tensor, ...]]:
         torch.manual_seed(random.randrange(10**6))
-        made = [
-            tuple(torch.randn(t.shape) if t.dtype.is_floating_point else torch.full_like(t, 5) for t in shard)
-            for shard in self.replica.wire
-        ]
+        made = [tuple(torch.randn(t.shape) for t in shard) for shard in self.replica.wire]
         if not wire:
             return made
         for shard, answer in zip(self.replica.wire, made, strict=True):
@@ -126,8 +121,6 @@ class Copies:
         for tensor in self.module.values():
             tensor.grad = tensor * 0.5
             tensor.mul_(random.uniform(0.8, 1.1)).add_(0.1)
-        self.buffers["mean"].lerp_(self.buffers["mean"] * 2, 0.1)
-        self.buffers["count"].add_(1)
         self.replica.accrue()
 
     def see(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> None:
@@ -158,7 +151,7 @@ class Copies:
             assert self.device.blocked == never, f"the training thread waited for a copy in {action}"
 
     def end(self) -> list[bytes]:
-        self.see([*self.module.values(), *self.buffers.values()])
+        self.see([*self.module.values()])
         self.replica.close()
         return self.seen
 

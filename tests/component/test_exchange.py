@@ -462,31 +462,6 @@ def test_a_message_is_never_changed_while_it_is_sent() -> None:
     worker.exchanger.peek()
 
 
-# ---------------------------------------------------------------------- buffers
-
-
-def test_averaged_and_counted_buffers_are_shared() -> None:
-    cluster = Cluster(2, 2)
-    state = []
-    for rank in range(2):
-        w, mean, count = torch.zeros(2), torch.zeros(3), torch.tensor(0)
-        exchanger = cluster.enter(rank, {"w": w}, {"mean": mean, "count": count}, nsync=1, scale="sum")
-        state.append((w, mean, count, exchanger))
-    for rank, (w, mean, count, exchanger) in enumerate(state):
-        w += 1.0
-        mean += 4.0
-        count += 10 + rank
-        exchanger.count_step()
-        run(exchanger.advance())
-    for *_, exchanger in state:
-        run(exchanger.flush())
-        run(exchanger.fetch())
-    for w, mean, count, _ in state:
-        assert w.tolist() == [2.0, 2.0]
-        assert mean.tolist() == [4.0] * 3  # the mean of both whatever the scale
-        assert count.item() == 11
-
-
 # ---------------------------------------------------------------------- refused, failed, lost
 
 
@@ -837,29 +812,20 @@ class Lone:
     def __init__(self, servers: int, **settings: Any) -> None:
         generator = torch.Generator().manual_seed(0)
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-        self.parameters = {str(d): torch.randn(37, generator=generator, dtype=torch.float64).to(d) for d in dtypes}
-        self.buffers = {
-            "mean": torch.randn(5, generator=generator),
-            "count": torch.tensor(0),
-            "pointer": torch.tensor(0),  # of a queue: it goes back to 0
-        }
-        self.tensors = {**self.parameters, **self.buffers}
+        self.tensors = {str(d): torch.randn(37, generator=generator, dtype=torch.float64).to(d) for d in dtypes}
         self.expected = {name: tensor.clone() for name, tensor in self.tensors.items()}
         cluster = Cluster(servers)
         cluster.transport = self.wire = ScriptedTransport([s.handle for s in cluster.services])
-        self.exchanger = cluster.enter(0, self.parameters, self.buffers, **settings)
+        self.exchanger = cluster.enter(0, self.tensors, **settings)
         self.changes = generator
 
     def train(self) -> None:
         for name, tensor in self.tensors.items():
-            if tensor.is_floating_point() or tensor.is_complex():
-                # Of all sizes, so that weights, updates and their sums lose digits in every way.
-                change = torch.randn(tensor.shape, generator=self.changes, dtype=torch.float64)
-                change *= 10.0 ** torch.randint(-9, 2, tensor.shape, generator=self.changes)
-                change = torch.where(change.abs() < 1e-8, -tensor.real.double(), change)  # to +0 or -0
-                value = (tensor + change.to(tensor.dtype)) * -1
-            else:
-                value = (tensor + 1) % 7 if name == "pointer" else tensor + 1
+            # Of all sizes, so that weights, updates and their sums lose digits in every way.
+            change = torch.randn(tensor.shape, generator=self.changes, dtype=torch.float64)
+            change *= 10.0 ** torch.randint(-9, 2, tensor.shape, generator=self.changes)
+            change = torch.where(change.abs() < 1e-8, -tensor.real.double(), change)  # to +0 or -0
+            value = (tensor + change.to(tensor.dtype)) * -1
             tensor.copy_(value)
             self.expected[name].copy_(value)
         self.exchanger.count_step()

@@ -36,9 +36,10 @@ from lightning_asgd.worker.worker_setup import Start
 from tests.helpers.actor_islands import ActorGroup, Talk
 from tests.helpers.cluster import Cluster
 
-GROUPS: Groups = ((Role.PARAMETER, "float32", 10), (Role.LARGEST, "int64", 2))
+GROUPS: Groups = ((Role.PARAMETER, "float32", 10), (Role.PARAMETER, "float64", 2))
 RANGES = ((((0, 3), (8, 10)), ((0, 2),)), (((3, 8),), ()))  # per process, of each group
 FIRST = torch.arange(10.0)
+OTHERS = torch.tensor([4.0, 5.0], dtype=torch.float64)
 
 
 def split(values: tuple[torch.Tensor, ...], process: int) -> tuple[torch.Tensor, ...]:
@@ -57,7 +58,7 @@ class Island:
         for each in (0, 1):
             assert not isinstance(self.service.handle(Join("s", each, 2)), Failure)
         for process in (0, 1):
-            weights = split((FIRST, torch.tensor([4, 5])), process)
+            weights = split((FIRST, OTHERS), process)
             self.ask(InitPart(*self.about, Part(process, 2, RANGES[process]), weights))
         self.ask(InitShard(*self.about, GROUPS, ASGD("sum"), in_parts=True))
         self.ask(InitShard("s", 1 - worker, GROUPS, ASGD("sum")))
@@ -71,7 +72,7 @@ class Island:
         """The exchange, and its parts."""
         push = update is not None
         lead = Exchange(*self.about, seq, 0, push, True, island=number, steps=1)
-        values = (update, torch.tensor([number, 9])) if update is not None else None
+        values = (update, torch.tensor([number, 9.0], dtype=torch.float64)) if update is not None else None
         parts = [
             ExchangePart(*self.about, process, number, None if values is None else split(values, process))
             for process in (0, 1)
@@ -105,7 +106,9 @@ def test_an_exchange_takes_place_when_everything_has_arrived(order: tuple[int, .
     assert isinstance(reply, Reply)
     assert (reply.version, reply.verdict, reply.weights) == (1, Verdict.APPLIED, None)
     for process, part in enumerate(parts):
-        for got, expected in zip(part, split((new, torch.tensor([4, 9])), process), strict=True):
+        for got, expected in zip(
+            part, split((new, torch.tensor([5.0, 14.0], dtype=torch.float64)), process), strict=True
+        ):
             assert torch.equal(got, expected)
 
 
@@ -153,7 +156,7 @@ def test_what_waits_for_more_of_an_exchange_fails_once_the_island_has_left() -> 
     [
         ({"part": 2}, r"part 2, which it has not described. Expected one of \[0, 1\]"),
         ({"update": None}, r"sent tensors of \(dtype, scalars\) \[\]. Expected"),
-        ({"update": (torch.zeros(4), torch.zeros(0, dtype=torch.int64))}, r"float32, 4\).*Expected"),
+        ({"update": (torch.zeros(4), torch.zeros(0, dtype=torch.float64))}, r"float32, 4\).*Expected"),
     ],
 )
 def test_a_wrong_part_fails_the_exchange_for_all_of_its_processes(change: dict[str, Any], text: str) -> None:
@@ -174,7 +177,7 @@ def test_parts_that_are_not_all_of_a_shard_are_refused() -> None:
     lead, mine, other = island.messages(1, torch.ones(10))
     island.ask(lead)
     island.ask(mine)
-    short = replace(other, update=(torch.ones(4), torch.zeros(0, dtype=torch.int64)))
+    short = replace(other, update=(torch.ones(4), torch.zeros(0, dtype=torch.float64)))
     failed = value(island.service.handle(short))
     assert "exchange 9 scalars of group 0, which has 10" in failed.message
 
@@ -197,7 +200,7 @@ def test_parts_of_another_form_are_refused_and_nothing_waits_for_them(part: Part
         return
     island.ask(InitShard(*about, GROUPS, ASGD("sum")))
     lead = island.service.handle(Exchange(*about, 1, 0, True, True, island=1))
-    values = torch.ones(10), torch.ones(2, dtype=torch.int64)
+    values = torch.ones(10), torch.ones(2, dtype=torch.float64)
     failed = value(island.service.handle(ExchangePart(*about, 0, 1, values)))
     assert text in failed.message
     assert value(lead) == failed

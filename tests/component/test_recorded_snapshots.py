@@ -34,15 +34,14 @@ CURRENT = DATA / f"snapshots-{PROTOCOL}"
 OLD = sorted(folder for folder in DATA.glob("snapshots-*") if folder != CURRENT)
 
 RUN, SERVERS = "recorded", 2
-GROUPS = ((Role.PARAMETER, "float32", 3), (Role.LARGEST, "int64", 1))
+GROUPS = ((Role.PARAMETER, "float32", 3), (Role.PARAMETER, "float64", 1))
 ALGORITHM = Downpour("adam", lr=0.25, scale="sum")  # it keeps an optimizer on the servers
 
 
-def push(service: Service, worker: int, seq: int) -> tuple[list[float], list[int]]:
-    update = (torch.tensor([1.0, -2.0, 1.0 / seq]), torch.tensor([7 * seq]))
+def push(service: Service, worker: int, seq: int) -> list[list[float]]:
+    update = (torch.tensor([1.0, -2.0, 1.0 / seq]), torch.tensor([7.0 * seq], dtype=torch.float64))
     reply = service.handle(Exchange(RUN, worker, seq, 0, True, True, update, lr=0.1))
-    values, counter = reply.weights
-    return values.tolist(), counter.tolist()
+    return [group.tolist() for group in reply.weights]
 
 
 def served(server: int) -> Service:
@@ -53,7 +52,9 @@ def served(server: int) -> Service:
         service.handle(RunMetadata(RUN, 1, "layout", "x"))
     else:
         service.handle(Join(RUN, 1, 0, server=server))
-    service.handle(InitShard(RUN, 1, GROUPS, ALGORITHM, (torch.tensor([0.5, 0.0, -1.0]), torch.tensor([3]))))
+    service.handle(
+        InitShard(RUN, 1, GROUPS, ALGORITHM, (torch.tensor([0.5, 0.0, -1.0]), torch.tensor([3.0], dtype=torch.float64)))
+    )
     if server == 0:
         service.handle(RunMetadata(RUN, 1, "founded", True))
         service.handle(OpenEpoch(RUN, 1, Epoch(f"{RUN}/0", 12, (12,))))
@@ -84,7 +85,6 @@ def test_servers_go_on_from_them_as_if_they_had_never_stopped(server: int) -> No
     assert after.restore_from_snapshot(server)
     ends = [push(service, come(service, server), 4) for service in (never, after)]
     assert ends[0] == ends[1]
-    assert ends[0][1] == [28]
     assert summary(after)["version"] == 4
 
 

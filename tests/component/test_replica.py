@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
 from lightning_asgd.algorithms.base import Algorithm
-from lightning_asgd.layout import Layout, Role, build_layout
+from lightning_asgd.layout import Layout, build_layout
 from lightning_asgd.transports import shared_memory
 from lightning_asgd.worker import replica_spans
 from lightning_asgd.worker.replica import Replica
@@ -19,7 +19,6 @@ from lightning_asgd.worker.replica_kinds import GradientReplica, replica_for
 from tests.helpers.script import bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-BUFFERS = [*DTYPES, torch.int64, torch.uint8, torch.bool]
 
 # Ways in which a module's tensor may lie in memory; each returns a tensor of the given values.
 MEMORY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -72,17 +71,11 @@ def same(a: list[tuple[torch.Tensor, ...]], b: list[tuple[torch.Tensor, ...]]) -
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    def some(dtypes: list[torch.dtype], least: int) -> list[torch.Tensor]:
-        kinds = st.tuples(st.sampled_from(SHAPES), st.sampled_from(dtypes), st.sampled_from(sorted(MEMORY)))
-        chosen = draw(st.lists(kinds, min_size=least, max_size=4))
-        return [MEMORY[memory](values(shape, dtype, i)) for i, (shape, dtype, memory) in enumerate(chosen)]
-
-    parameters, buffers = some(DTYPES, 1), some(BUFFERS, 0)
-    trainable = sum(t.numel() for t in parameters)
-    servers = draw(st.integers(1, min(4, trainable)))
-    named = [(f"p{i}", t) for i, t in enumerate(parameters)], [(f"b{i}", t) for i, t in enumerate(buffers)]
-    layout = build_layout(*named, servers)
-    tensors = [*parameters, *buffers]
+    kinds = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(sorted(MEMORY)))
+    chosen = draw(st.lists(kinds, min_size=1, max_size=8))
+    tensors = [MEMORY[memory](values(shape, dtype, i)) for i, (shape, dtype, memory) in enumerate(chosen)]
+    servers = draw(st.integers(1, min(4, sum(t.numel() for t in tensors))))
+    layout = build_layout([(f"p{i}", t) for i, t in enumerate(tensors)], servers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_spans, "_CHUNK", draw(st.sampled_from([1, 2, 5, 1 << 18])))
         patch.setattr(replica_spans, "_SMALL", draw(st.sampled_from([0, 2, 1 << 14])))
@@ -107,9 +100,8 @@ def test_adopt_then_pack_sends_the_difference(case: Case) -> None:
     case.replica.pack()
     assert same(case.flat(), x)  # packing does not touch the module
     for server in range(case.layout.num_servers):
-        for g, group in enumerate(case.layout.groups):
-            expected = x[server][g] if group.role is Role.LARGEST else x[server][g] - r[server][g]
-            assert bits(case.replica.wire[server][g]) == bits(expected)
+        for g in range(len(case.layout.groups)):
+            assert bits(case.replica.wire[server][g]) == bits(x[server][g] - r[server][g])
 
 
 def after_a_push(held: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -128,13 +120,9 @@ def test_packing_again_sends_what_came_since_and_what_rounding_left_behind(case:
     second = case.flat()
     case.replica.pack()
     for server in range(case.layout.num_servers):
-        for g, group in enumerate(case.layout.groups):
-            b = second[server][g]
-            if group.role is Role.LARGEST:
-                assert bits(case.replica.wire[server][g]) == bits(b)
-                continue
+        for g in range(len(case.layout.groups)):
             held = after_a_push(r[server][g], first[server][g])
-            assert bits(case.replica.wire[server][g]) == bits(b - held)
+            assert bits(case.replica.wire[server][g]) == bits(second[server][g] - held)
 
 
 @given(cases())
@@ -150,10 +138,7 @@ def test_merge_keeps_what_was_trained_since_the_push(case: Case) -> None:
     merged = case.flat()
     case.replica.pack()
     for server in range(case.layout.num_servers):
-        for g, group in enumerate(case.layout.groups):
-            if group.role is Role.LARGEST:
-                assert bits(merged[server][g]) == bits(torch.maximum(x[server][g], r[server][g]))
-                continue
+        for g in range(len(case.layout.groups)):
             held = after_a_push(first[server][g], pushed[server][g])
             assert bits(merged[server][g]) == bits(x[server][g] + (r[server][g] - held))
             # What is pushed next is measured from the servers' weights.
@@ -167,7 +152,7 @@ def test_what_is_ahead_is_what_merging_would_make_of_the_module(case: Case, alon
     case.replica.pack()
     case.train(300)
     x, r = case.flat(), case.answers(400)
-    ahead = case.replica.ahead(r, alone=alone)
+    ahead = case.replica.ahead(r)
     assert same(case.flat(), x)
     case.replica.merge(r, pushed=False, alone=alone)
     assert same(pack_by_hand(case.layout, list(ahead.values())), case.flat())
@@ -181,8 +166,7 @@ def test_adopt_forgets_what_was_trained(case: Case) -> None:
     case.replica.adopt(r)
     assert same(case.flat(), r)
     case.replica.pack()
-    for wire, (role, _, _) in zip(case.replica.wire[0], case.layout.shard(0), strict=True):
-        assert role is Role.LARGEST or not wire.any()
+    assert not any(wire.any() for wire in case.replica.wire[0])
 
 
 @given(cases())
@@ -201,13 +185,12 @@ def test_read_names_the_servers_weights_and_touches_nothing(case: Case) -> None:
 @given(cases())
 def test_the_distance_is_the_norm_of_all_parameters_minus_the_servers_and_touches_nothing(case: Case) -> None:
     answers, before = case.answers(seed=50), case.flat()
-    parameters = [i for i, group in enumerate(case.layout.groups) if group.role is Role.PARAMETER]
     parts = [
-        torch.linalg.vector_norm(mine[i] - theirs[i]).double()
-        for mine, theirs in zip(before, answers, strict=True)
-        for i in parameters
+        torch.linalg.vector_norm(mine - theirs).double()
+        for here, there in zip(before, answers, strict=True)
+        for mine, theirs in zip(here, there, strict=True)
     ]
-    expected = float(torch.linalg.vector_norm(torch.stack(parts))) if parts else 0.0
+    expected = float(torch.linalg.vector_norm(torch.stack(parts)))
     assert case.replica.distance(answers) == pytest.approx(expected, rel=0.01)
     assert same(case.flat(), before)
 

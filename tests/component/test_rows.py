@@ -370,9 +370,7 @@ def test_the_tables_of_a_module() -> None:
 
 
 def test_servers_hold_whole_rows() -> None:
-    layout = build_layout(
-        [("a", torch.zeros(5, 3)), ("w", torch.zeros(7)), ("b", torch.zeros(4, 3))], [], 2, ["a", "b"]
-    )
+    layout = build_layout([("a", torch.zeros(5, 3)), ("w", torch.zeros(7)), ("b", torch.zeros(4, 3))], 2, ["a", "b"])
     assert [(g.role, g.numel, g.width) for g in layout.groups] == [(Role.PARAMETER, 7, 1), (Role.ROWS, 27, 3)]
     assert [layout.bounds(server, 1) for server in range(2)] == [(0, 12), (12, 27)]
     assert dense(layout.shard(0)) == ((Role.PARAMETER, "float32", 3),)

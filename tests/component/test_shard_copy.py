@@ -17,7 +17,7 @@ from lightning_asgd.server.shard import Shard
 from tests.helpers.algorithms import ON_SERVERS
 from tests.helpers.orders import fingerprint
 
-GROUPS = ((Role.PARAMETER, "float32", 10), (Role.AVERAGE, "float32", 5), (Role.LARGEST, "int64", 2))
+GROUPS = ((Role.PARAMETER, "float32", 10), (Role.PARAMETER, "float64", 5), (Role.PARAMETER, "float16", 2))
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +69,7 @@ def test_what_replaces_the_weights_of_a_shard_does_not_reach_a_copy() -> None:
     for replaces in (
         lambda shard: shard.resume(tensors(5), 9, {}),
         lambda shard: shard.initialise(tensors(5), 9),
+        lambda shard: shard.replace(tensors(5)),
         lambda shard: shard.restore(shard.state()),
         lambda shard: shard.snapshot()[1].finish(),
     ):

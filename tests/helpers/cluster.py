@@ -44,7 +44,6 @@ class Cluster:
         self,
         rank: int,
         parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor] | None = None,
         *,
         clock: Callable[[], float] = lambda: 0.0,
         on_refused: Callable[[], None] = lambda: None,
@@ -60,7 +59,6 @@ class Cluster:
         Args:
             rank: the worker's.
             parameters: its trainable tensors.
-            buffers: its buffers.
             clock: for the exchanger.
             on_refused: for the exchanger.
             lr: for the exchanger.
@@ -74,9 +72,8 @@ class Cluster:
         client = self.client(rank)
         client.join()
         layout = build_layout(parameters.items(), len(self.services), tables)
-        tensors = {**parameters, **(buffers or {})}
         blocks = [shared_memory.create(dense(layout.shard(s))) if shared else None for s in range(layout.num_servers)]
-        replica = replica_for(config.algorithm, layout, [(tensors, spec.name) for spec in layout.tensors], blocks)
+        replica = replica_for(config.algorithm, layout, [(parameters, spec.name) for spec in layout.tensors], blocks)
         weights = replica.weights() if rank == 0 else None
         refs = [block.ref if block is not None else None for block in blocks]
         shard_client = ShardClient(client)

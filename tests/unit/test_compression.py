@@ -13,7 +13,7 @@ from lightning_asgd.layout import Role
 from lightning_asgd.protocol import nbytes
 
 CODES = [Cast("bfloat16"), Cast("float16"), Int8(), Int8(7), TopK(0.05), TopK(0.5)]
-GROUPS = [(Role.PARAMETER, "float32", 1000), (Role.AVERAGE, "float32", 3), (Role.LARGEST, "int64", 2)]
+GROUPS = [(Role.PARAMETER, "float32", 1000), (Role.PARAMETER, "bfloat16", 3), (Role.PARAMETER, "complex64", 2)]
 
 
 def vector(n: int = 1000, seed: int = 0) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_what_is_lost_comes_later(code: Compression) -> None:
     for seed in range(5):
         update = vector(seed=seed).clamp(-100, 100)
         total += update
-        others = (torch.ones(3), torch.tensor([1, 2]))
+        others = (torch.ones(3, dtype=torch.bfloat16), torch.tensor([1j, 2]))
         parts = stream.encode([update.clone(), *others])
         values = stream.decode(parts, out)
         received += values[0]
@@ -166,7 +166,7 @@ def test_both_ends_know_the_same_weights(code: Compression) -> None:
 def test_all_take_the_same_bits_at_sync_points(events: list[tuple[str, int]]) -> None:
     """Workers may miss some; whatever they hold, they end with what the others do, near the servers' weights."""
     server, workers = SyncPointCodec(GROUPS), [SyncPointCodec(GROUPS) for _ in range(3)]
-    weights = [vector().clamp(-100, 100), torch.ones(3), torch.tensor([3, 4])]
+    weights = [vector().clamp(-100, 100), torch.ones(3, dtype=torch.bfloat16), torch.tensor([3j, 4])]
     for seed, (event, who) in enumerate([*events, ("train", 0), ("fetch", 0), ("fetch", 1), ("fetch", 2)]):
         if event == "train":
             weights = [weights[0] + 0.1 * vector(seed=seed).clamp(-1, 1), weights[1] * 0.5, weights[2] + 1]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.numerics import MAX_UPDATE, inner_product, is_finite, is_within_bounds, largest
+from lightning_asgd.numerics import MAX_UPDATE, checksum, inner_product, is_finite, is_within_bounds, largest
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]
@@ -99,3 +99,15 @@ def test_an_inner_product_of_what_is_not_finite_is_not_finite(bad: float) -> Non
     values = torch.ones(1 << 17)
     values[[0, -1]] = torch.tensor([bad, -bad])
     assert not math.isfinite(inner_product(values, torch.ones(1 << 17)))
+
+
+def test_checksums_differ_with_the_bits() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64):
+        ones = torch.ones(5, 3).to(dtype)
+        assert checksum(ones) == checksum(ones.clone())
+        assert checksum(ones.T) == checksum(ones.T.contiguous())
+        other = ones.clone()
+        other[4, 2] = 0
+        assert checksum(other) != checksum(ones)
+    assert checksum(torch.tensor(2.0)) != checksum(torch.tensor(-2.0))
+    assert checksum(torch.empty(0)) == 0

@@ -50,10 +50,8 @@ def islands(draw: st.DrawFn) -> tuple[Layout, dict[str, list[Block]], int]:
         name = f"p{index}"
         parameters[name] = torch.zeros(shape, requires_grad=True)
         blocks[name] = blocks_of(shape, mesh, dims)
-    buffers = {"b": torch.zeros(3)} if draw(st.booleans()) else {}
-    blocks |= {name: [Block((0,), (3,))] * math.prod(mesh) for name in buffers}
     servers = draw(st.integers(1, sum(p.numel() for p in parameters.values())))
-    return build_layout(parameters.items(), buffers.items(), min(servers, 3)), blocks, math.prod(mesh)
+    return build_layout(parameters.items(), min(servers, 3)), blocks, math.prod(mesh)
 
 
 def vectors(layout: Layout) -> list[list[torch.Tensor]]:

@@ -24,11 +24,10 @@ def some_tensors(dtypes: list[torch.dtype]) -> st.SearchStrategy[list[torch.Tens
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, list[tuple[str, torch.Tensor]]]:
     parameters = [torch.zeros(draw(st.integers(1, 40))), *draw(some_tensors(FLOATS))]
-    buffers = draw(some_tensors([*FLOATS, *OTHERS]))
     trainable = sum(t.numel() for t in parameters)
-    named = [(f"p{i}", t) for i, t in enumerate(parameters)], [(f"b{i}", t) for i, t in enumerate(buffers)]
-    layout = build_layout(*named, draw(st.integers(1, min(trainable, 9))))
-    return layout, [(n, t) for n, t in (*named[0], *named[1]) if t.numel()]
+    named = [(f"p{i}", t) for i, t in enumerate(parameters)]
+    layout = build_layout(named, draw(st.integers(1, min(trainable, 9))))
+    return layout, [(n, t) for n, t in named if t.numel()]
 
 
 @given(layouts(), st.none() | st.integers(1, 7))
@@ -67,22 +66,20 @@ def test_servers_hold_equal_shares_of_every_group(case: tuple[Layout, list[tuple
 
 
 @given(layouts())
-def test_tensors_keep_their_order_and_lie_in_the_group_of_their_dtype_and_role(
+def test_tensors_keep_their_order_and_lie_in_the_group_of_their_dtype(
     case: tuple[Layout, list[tuple[str, torch.Tensor]]],
 ) -> None:
     layout, tensors = case
     assert [t.name for t in layout.tensors] == [name for name, _ in tensors]
     used = [0] * len(layout.groups)
-    for spec, (name, tensor) in zip(layout.tensors, tensors, strict=True):
+    for spec, (_, tensor) in zip(layout.tensors, tensors, strict=True):
         group = layout.groups[spec.group]
-        inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        buffer_role = Role.AVERAGE if inexact else Role.LARGEST
-        assert group.role is (Role.PARAMETER if name.startswith("p") else buffer_role)
+        assert group.role is Role.PARAMETER
         assert group.dtype == dtype_name(tensor.dtype)
         assert spec.shape == tuple(tensor.shape)
         assert (spec.offset, spec.numel) == (used[spec.group], math.prod(tensor.shape))
         used[spec.group] += spec.numel
-    assert len({(g.role, g.dtype) for g in layout.groups}) == len(layout.groups)
+    assert len({g.dtype for g in layout.groups}) == len(layout.groups)
 
 
 @given(layouts())
@@ -126,10 +123,10 @@ def test_dtypes_and_names_are_compared(other: dict[str, torch.Tensor]) -> None:
 
 
 def test_roles_are_compared() -> None:
-    parameters, extra = [("a", torch.zeros(2))], ("b", torch.zeros(2))
+    parameters = [("a", torch.zeros(2)), ("b", torch.zeros(2, 3))]
     with pytest.raises(LayoutMismatchError, match="'b'"):
-        build_layout([*parameters, extra], 1).check_same(
-            build_layout(parameters, [extra], 1).describe(), "worker 1", "worker 0"
+        build_layout(parameters, 1).check_same(
+            build_layout(parameters, 1, tables=["b"]).describe(), "worker 1", "worker 0"
         )
 
 
@@ -144,7 +141,7 @@ def test_the_tensor_that_one_side_lacks_is_named() -> None:
 @pytest.mark.parametrize("parameters", [[], [("empty", torch.zeros(0))]])
 def test_a_module_without_trainable_parameters_is_refused(parameters: list[tuple[str, torch.Tensor]]) -> None:
     with pytest.raises(ConfigurationError, match=r"no trainable parameter.*Expected at least one.*unfreeze"):
-        build_layout(parameters, [("b", torch.zeros(3))], 1)
+        build_layout(parameters, 1)
 
 
 def test_a_sparse_tensor_is_refused_by_name() -> None:
@@ -153,8 +150,6 @@ def test_a_sparse_tensor_is_refused_by_name() -> None:
         ConfigurationError, match=r"'embedding' has layout torch.sparse_coo.*Expected a dense.*to_dense"
     ):
         build_layout([("embedding", sparse)], 1)
-    with pytest.raises(ConfigurationError, match="'mask'"):
-        build_layout([("a", torch.zeros(2))], [("mask", sparse)], 1)
 
 
 def test_more_servers_than_scalars_are_refused() -> None:
@@ -163,7 +158,7 @@ def test_more_servers_than_scalars_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"num_servers=6 is more than .* 5 trainable scalars.*Lower num_servers"
     ):
-        build_layout(tensors, [("buffer", torch.zeros(100))], 6)
+        build_layout(tensors, 6)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
@@ -180,21 +175,18 @@ def test_an_unknown_dtype_is_refused(name: str) -> None:
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), number=st.integers(1, 6))
 def test_fragments_are_of_nearly_equal_sizes_and_hold_every_parameter_once(sizes: list[int], number: int) -> None:
     parameters = {f"p{i}": torch.zeros(size) for i, size in enumerate(sizes)}
-    fragments = fragments_of(parameters, {"buffer": torch.zeros(3)}, number, 1)
+    fragments = fragments_of(parameters, number, 1)
     assert len(fragments) == min(number, len(sizes))
-    dealt = [[name for name, *_ in fragment.describe() if name != "buffer"] for fragment in fragments]
+    dealt = [[name for name, *_ in fragment.describe()] for fragment in fragments]
     assert sorted(name for names in dealt for name in names) == sorted(parameters)
     assert all(names == sorted(names, key=list(parameters).index) != [] for names in dealt)
     filled = [sum(len(parameters[name]) for name in names) for names in dealt]
     assert max(filled) - min(filled) <= max(sizes)
-    assert [any(name == "buffer" for name, *_ in fragment.describe()) for fragment in fragments] == [
-        k == 0 for k in range(len(fragments))
-    ]
 
 
 def test_no_fragment_of_a_transformer_is_much_larger_than_another_one() -> None:
     block = {"norm": (64,), "qkv.weight": (192, 64), "qkv.bias": (192,), "proj.weight": (64, 64), "proj.bias": (64,)}
     block |= {"fc1.weight": (256, 64), "fc1.bias": (256,), "fc2.weight": (64, 256), "fc2.bias": (64,)}
     parameters = {f"{i}.{name}": torch.zeros(shape) for i in range(6) for name, shape in block.items()}
-    sizes = [fragment.nbytes for fragment in fragments_of(parameters, {}, 4, 1)]
+    sizes = [fragment.nbytes for fragment in fragments_of(parameters, 4, 1)]
     assert max(sizes) < 1.1 * min(sizes)
