@@ -372,7 +372,7 @@ class FitSession(Participation):
             adopt_checkpoint_states(trainer, checkpoints)
             membership.publish_chief_state()
         if self._check_grown(met):
-            self.set_up_again()
+            self.set_up_again(trained=True)
         membership.share_untrained(self._untrained, synchronizer.stats.steps)
         share_callback_modules(trainer, self._collectives)
         return met

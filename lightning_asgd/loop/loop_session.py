@@ -347,7 +347,7 @@ class LoopSession(Participation, Trainee):
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.stops |= met.should_stop
         if self._check_grown(met):
-            self.set_up_again()
+            self.set_up_again(trained=True)
         if not met.trained:
             self._take_set_weights()
         self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)

@@ -27,7 +27,14 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.module_state import fixed_tensors, make_identical, named_state, on_cpu, persistent_buffers
+from lightning_asgd.worker.module_state import (
+    average,
+    fixed_tensors,
+    make_identical,
+    named_state,
+    on_cpu,
+    persistent_buffers,
+)
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.sync_point import synchronize
 from lightning_asgd.worker.synchronizer import Synchronizer, Training, run
@@ -144,9 +151,14 @@ class Participation:
             )
         return bool(met.grown)
 
-    def set_up_again(self) -> None:
-        """Allocate the module's shards again, with the chief's weights. All workers call it together."""
+    def set_up_again(self, *, trained: bool = False) -> None:
+        """Allocate the module's shards again, with the chief's weights. All workers call it together.
+
+        With ``trained`` each worker may have trained by itself what was unfrozen since the last sync point.
+        """
         before = self.synchronizer
+        if trained:
+            average(self._collectives, newly_trainable(self._module, before.layout))
         if isinstance(self._membership, ElasticFleet):
             self._membership.refuse_another_layout()
         self._collectives.barrier("new layout")
@@ -171,7 +183,12 @@ class Participation:
     # ------------------------------------------------------------------ what a program sets at a sync point
 
     def _set_by_program(self) -> list[str]:
-        """Names of weights that the program has set since the workers took the servers'."""
+        """Names of weights that the program has set since the workers took the servers'.
+
+        None if it has replaced or unfrozen parameters: then all take the chief's with the new layout.
+        """
+        if self._has_grown():
+            return []
         normed = normed_embeddings(self._module)
         return [name for name in self.synchronizer.changed() if name not in normed]
 

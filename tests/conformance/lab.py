@@ -174,7 +174,9 @@ def digest(module: nn.Module) -> str:
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, Tensor):
             total.update(name.encode())
-            total.update(tensor.detach().cpu().to_dense().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            total.update(
+                tensor.detach().cpu().to_dense().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
     return total.hexdigest()
 
 

@@ -218,7 +218,8 @@ class Normalised:
 @case(
     GROUP,
     "batch norm",
-    note="Running statistics are averaged over the workers in every exchange; DDP keeps those of worker 0.",
+    note="At sync points the running statistics are averaged over the workers, weighted by the batches that each has "
+    "seen; DDP keeps those of worker 0.",
 )
 def batch_norm(lab: Lab) -> Any:
     module = lab.regression(Normalised)
@@ -230,7 +231,7 @@ def batch_norm(lab: Lab) -> Any:
     GROUP,
     "`sync_batchnorm=True`",
     note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
-    "workers. Each normalises by its own batches, and the running statistics are averaged. DDP runs it on GPUs only.",
+    "workers. Each normalises by its own batches. The statistics are averaged at sync points. DDP runs it on GPUs only.",
     differs=("layers",),
     ddp=False,
 )
@@ -277,14 +278,80 @@ def reassigned(lab: Lab) -> Any:
     return fit(lab, Reassigning, ddp={"broadcast_buffers": False}) | {"moved": True}
 
 
-@case(GROUP, "constant buffers with infinities (attention masks)")
-def infinite_buffer(lab: Lab) -> Any:
-    class Masked:
+@case(
+    GROUP,
+    "buffers of any values and shapes",
+    note="At sync points all workers take worker 0's, and each keeps those that worker 0 does not have. A table below "
+    "has more kinds.",
+)
+def buffers_of_all_kinds(lab: Lab) -> Any:
+    class Keeping:
         def build(self: Any) -> None:
             self.net = nn.Linear(8, 1)
-            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+            self.register_buffer("mask", torch.zeros(2))
+            self.register_buffer("bank", torch.zeros(0, 8))
+            self.register_buffer("total", torch.zeros(()))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("warm", torch.ones((), dtype=torch.bool))
 
-    return fit(lab, Masked)
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+            self.mask[1] = float("-inf")
+            self.bank = torch.cat([self.bank, batch[0][: 1 + lab.rank]])
+            self.total += 1e11
+            self.count += 1
+            self.warm.zero_()
+            if lab.rank and not hasattr(self, "late"):
+                self.register_buffer("late", torch.ones(3), persistent=False)
+            return self.loss(batch)
+
+    module = lab.regression(Keeping)
+    lab.fit(module, ddp={"broadcast_buffers": False})
+    mean = round(float(module.total / module.count) / 1e11, 3)
+    return {"loss": loss_of(module), "mask": str(module.mask.tolist()), "mean": mean, "warm": bool(module.warm)}
+
+
+@case(
+    GROUP,
+    "weights that hooks set at sync points",
+    note="In `on_train_start`, `on_train_epoch_start`, `on_validation_end` and `on_train_epoch_end`. They are the "
+    "weights of all workers from then on. Those that are set in the middle of an epoch are mixed with the others' "
+    "updates, and a warning says so.",
+)
+def set_weights(lab: Lab) -> Any:
+    set_last: list[float] = []
+
+    def put(module: Any) -> None:
+        set_last.append(len(set_last) + 1.0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.data = torch.full_like(parameter, set_last[-1])
+
+    class Setting:
+        lr = 0.0
+        mixed = 0
+
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+            self.mixed += sum(int((p != set_last[-1]).sum()) for p in self.parameters())
+            return self.loss(batch)
+
+        def on_train_start(self: Any) -> None:
+            put(self)
+
+        on_train_epoch_start = on_validation_end = on_train_epoch_end = on_train_start
+
+    module = lab.regression(Setting)
+    lab.fit(module, val_check_interval=0.5)
+    values = {float(value) for parameter in module.parameters() for value in parameter.flatten()}
+    return {"mixed": module.mixed, "values": str(values), "sets": len(set_last)}
+
+
+@case(GROUP, "a parameter without elements")
+def empty_parameter(lab: Lab) -> Any:
+    class Empty:
+        def build(self: Any) -> None:
+            self.net, self.nothing = nn.Linear(8, 1), nn.Parameter(torch.empty(0, 3))
+
+    return fit(lab, Empty, ddp={"find_unused_parameters": True})
 
 
 @case(GROUP, "ranks that initialise their weights differently")

@@ -15,9 +15,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.loop_counters import BatchSchedules
-from lightning_asgd.adapter.own_state import OwnState
-from lightning_asgd.layout import build_layout
-from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
 from tests.lightning.models import Regression, dataset, digest, loader, trainer
 
@@ -284,27 +281,6 @@ def test_a_data_module_that_prepares_data(transport: str, tmp_path: Path, recwar
     trainer(tmp_path, strategy).fit(module, datamodule=Prepared(tmp_path))
     assert digest(module) != before
     assert not [each for each in recwarn if "gloo" in str(each.message)]
-
-
-def test_a_position_in_a_queue_is_no_counter() -> None:
-    class Queue(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.place[0] = (self.place[0] + 8) % 24
-
-    module = Queue()
-    state = OwnState(module, lambda: build_layout(module.named_parameters(), module.named_buffers(), 1), Collectives)
-    module.on_train_batch_end()
-    state.check_counters()
-    state.note()
-    for _ in range(2):
-        module.on_train_batch_end()
-    with pytest.warns(UserWarning, match=r"Buffer 'place' has fallen .* persistent=False"):
-        state.check_counters()
-    state.check_counters()  # warns once
 
 
 def test_a_plateau_schedule_that_steps_with_batches_is_warned_of(tmp_path: Path) -> None:
