@@ -100,7 +100,7 @@ def _take(owner: Module, key: str, value: Tensor) -> None:
     if alike and mine.shape == value.shape and not _overlaps(mine):
         mine.copy_(value)
     elif alike:
-        mine.data = value.to(mine.device, copy=True)  # whoever holds this tensor sees the values, too
+        mine.data = value.to(mine.device, copy=True)  # those that hold this tensor see the values, too
     else:
         owner._buffers[key] = value.to(mine.device, copy=True)
 

@@ -51,7 +51,7 @@ class UntrainedTensors:
         self.begin_interval(0)
 
     def begin_interval(self, steps: int) -> None:
-        """Training goes on: note how many batches the statistics have seen, and how many ``steps`` were taken."""
+        """Training continues: note how many batches the statistics have seen, and how many ``steps`` were taken."""
         self._steps, self._seen = steps, self._counts()
 
     def share(self, collectives: Collectives, steps: int) -> None:
