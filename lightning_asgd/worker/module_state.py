@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import io
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -66,7 +66,9 @@ def _bytes_of(tensor: Tensor) -> Any:
     try:
         return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, ValueError):  # a sparse or quantised one, or one without elements
-        return pickle.dumps(tensor.clone())
+        saved = io.BytesIO()
+        torch.save(tensor.clone(), saved)  # pickle alone writes the addresses of a sparse tensor's parts
+        return saved.getvalue()
 
 
 def take_values(module: Module, values: Mapping[str, Tensor]) -> list[str]:
@@ -92,7 +94,7 @@ def _take(owner: Module, key: str, value: Tensor) -> None:
     mine = owner._buffers.get(key)
     if mine is None:
         device = next((t.device for t in (*owner.parameters(), *owner.buffers())), value.device)
-        owner.register_buffer(key, value.to(device))
+        owner.register_buffer(key, value.to(device, copy=True))
         return
     if torch.nn.parameter.is_lazy(mine):
         mine.materialize(value.shape, dtype=value.dtype)
