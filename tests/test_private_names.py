@@ -47,11 +47,12 @@ TORCH: dict[str, set[str]] = {
     # modules and loaders
     "_BatchNorm": {"adapter.world"},
     "_num_workers": {"adapter.private_names"},
-    "_parameters": {"worker.replica_spans"},
+    "_parameters": {"worker.module_state", "worker.replica_spans"},
+    "_non_persistent_buffers_set": {"worker.module_state"},  # those that no checkpoint holds
     "_prefetch_factor": {"adapter.private_names"},
     "gradient._indices": {"worker.row_replica"},  # documented, for gradients that are not coalesced
     "_try_put_index": {"streams.loader_processes"},
-    "owner._buffers": {"worker.replica_spans"},
+    "owner._buffers": {"worker.module_state"},
     "parameter._version": {"loop.weight_changes"},  # how often a tensor was changed in place
     # data sets with shards
     "_ex_iterable": {"streams.hugging_face"},

@@ -33,12 +33,12 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
+from lightning_asgd.adapter.loop_counters import steps_of_fit
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.private_names import loaded_checkpoint
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
@@ -86,8 +86,8 @@ class FitSession(Participation):
         self._fetched, self._in_step = math.inf, False
         self._watched: list[Any] = []  # optimizers
         self._unseen = UnseenSteps(trainer.lightning_module, config.algorithm)
-        holds = config.algorithm.payload not in (Payload.LAYERS, Payload.NONE) and not membership.alone
-        self._changes = ChangesBetweenBatches(trainer.lightning_module) if holds else None
+        mixes = config.algorithm.payload not in (Payload.LAYERS, Payload.NONE) and not membership.alone
+        self._changes = ChangesBetweenBatches(trainer.lightning_module, lambda: membership.rank, watches=mixes)
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
@@ -140,7 +140,7 @@ class FitSession(Participation):
         if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints()
         self._share_posterior()
-        self._find_period(_steps_of(trainer, self._config), rank_zero_warn)
+        self._find_period(steps_of_fit(trainer, self._config), rank_zero_warn)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
@@ -196,7 +196,7 @@ class FitSession(Participation):
             self._run.begin_epoch()
             self._share_posterior()
             self._trainer.strategy.announce()
-            self._find_period(_steps_of(self._trainer, self._config), rank_zero_warn)
+            self._find_period(steps_of_fit(self._trainer, self._config), rank_zero_warn)
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
     def note_fetched(self) -> None:
@@ -218,8 +218,8 @@ class FitSession(Participation):
             run(self.synchronizer.begin())
             self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
             self._untrained.begin_interval(self.synchronizer.stats.steps)
-        elif self._changes is not None:
-            self._changes.check(self.synchronizer, self._membership.rank)
+        else:
+            self._changes.check(self.synchronizer)
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self._leases.begin_batch(callbacks_s)
@@ -269,13 +269,11 @@ class FitSession(Participation):
         self.data.before_next()
         if self._requeueing.came:
             self._requeueing.handle()
-        if self._changes is not None:
-            self._changes.note(self.synchronizer)
+        self._changes.note(self.synchronizer)
 
     def _rejoin(self) -> None:
         super()._rejoin()
-        if self._changes is not None:
-            self._changes.forget()
+        self._changes.forget()
 
     def before_validation_step(self) -> None:
         """Write a checkpoint here if SLURM's signal has come, unless a search tries other settings."""
@@ -426,9 +424,7 @@ class FitSession(Participation):
     def catch_up(self) -> dict[str, Tensor]:
         """What a checkpoint holds instead of the module's tensors on the chief between sync points, by their keys."""
         instead = self.last.weights if self.last else self.synchronizer.catch_up() if self._writes_alone else {}
-        if not instead:
-            return {}
-        return self._by_key(instead)
+        return self._by_key(instead) if instead else {}
 
     @property
     def _held(self) -> Held | None:
@@ -451,14 +447,3 @@ class FitSession(Participation):
             held = self.last.held if self.last else self._held
             self.data.save(entry, checkpoint["loops"]["fit_loop"], held, final=self.last is not None)
         checkpoint[KEY] = entry
-
-
-def _steps_of(trainer: Any, config: ExchangeConfig) -> float:
-    """Steps of a fit, where they are asked for; raises a :class:`ConfigurationError` if they are not known then."""
-    steps: float = trainer.estimated_stepping_batches if config.restarted else 0
-    if config.restarted and not 0 < steps < math.inf:
-        raise ConfigurationError(
-            f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "
-            "max_steps=..., or with max_epochs=... and data that have a length."
-        )
-    return steps

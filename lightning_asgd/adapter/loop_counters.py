@@ -21,6 +21,8 @@ from lightning_asgd.adapter.private_names import (
     rich_task,
     tqdm_bar,
 )
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 
 __all__ = [
     "NEVER",
@@ -29,6 +31,7 @@ __all__ = [
     "count_steps",
     "set_global_step",
     "show_expected",
+    "steps_of_fit",
     "steps_to_next_mark",
     "sync_intervals",
     "tell_last",
@@ -202,3 +205,14 @@ def set_global_step(trainer: Any, step: int, before: int) -> None:
     # one step for several batches and must log once.
     again = step == before and step % max(1, trainer.log_every_n_steps) == 0
     logged_step.set(trainer, step if again else step - 1)
+
+
+def steps_of_fit(trainer: Any, config: ExchangeConfig) -> float:
+    """Steps of a fit, where they are asked for; raises a :class:`ConfigurationError` if they are not known then."""
+    steps: float = trainer.estimated_stepping_batches if config.restarted else 0
+    if config.restarted and not 0 < steps < math.inf:
+        raise ConfigurationError(
+            f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "
+            "max_steps=..., or with max_epochs=... and data that have a length."
+        )
+    return steps

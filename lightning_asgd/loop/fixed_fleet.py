@@ -406,8 +406,7 @@ class FixedFleet(Fleet):
     ) -> None:
         """Note where this fit begins, for a process that replaces a lost worker."""
         if self._notes_entry:
-            session = self.client.connection.session
-            self._start = EntryPoint(session, layout=layout.describe(), progress=progress())
+            self._start = EntryPoint(self.client.connection.session, layout=layout.describe(), progress=progress())
 
     def begin_untrained(self, tensors: UntrainedTensors) -> None:
         """See :class:`Fleet`, here and below."""

@@ -167,9 +167,8 @@ class LoopSession(Participation, Trainee):
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
             if not self._in_pass:
                 self._follow_growth()
+            self._warn_of_mixed_weights()  # first: then a worker may take its own weights again
             self._whole(self.synchronizer.begin())
-            if self._collectives.phase is Phase.SYNC:
-                self._warn_of_mixed_weights()
             place = {"pass": self.state.passes} if self._in_pass else None
             self._membership.begin_interval(self.synchronizer, place, self._progress)
             self._untrained.begin_interval(self.synchronizer.stats.steps)

@@ -210,7 +210,7 @@ class Participation:
             restored = list(connection.restored)
             synchronizer.replace(weights, sends=collectives.rank == collectives.chief)
             collectives.barrier("servers have the weights that were set")
-            run(synchronizer.fetch(park=True))
+            run(synchronizer.fetch())  # parks nothing: what others have kept for themselves is gone, too
             again = collectives.reduced("barrier", "all have them", restored != connection.restored, "any").value
 
     def _warn_of_ranks(self, names: Mapping[int, list[str]]) -> None:

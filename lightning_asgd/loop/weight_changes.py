@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
@@ -43,34 +43,39 @@ class WeightChanges:
 
 
 class ChangesBetweenBatches:
-    """Whether a program changes weights between two batches, where no other worker learns of it."""
+    """Whether a program changes weights between two batches, where no other worker learns of it.
 
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    Looks only if it ``watches``. ``worker`` gives this worker's number.
+    """
+
+    def __init__(self, module: Module, worker: Callable[[], int], *, watches: bool) -> None:
+        self._module, self._worker = module, worker
         self._layout: Layout | None = None  # that `_watched` was made for
         self._watched: list[Tensor] = []
         self._noted: list[int] = []
-        self._steps, self._warned = -1, False
+        self._steps, self._watches = -1, watches
 
     def note(self, synchronizer: Synchronizer) -> None:
         """A batch has ended."""
-        if self._warned:
+        if not self._watches:
             return
         if synchronizer.layout is not self._layout:
             self._layout = synchronizer.layout
             self._watched = _trained(self._module, synchronizer.layout)
-        self._steps, self._noted = synchronizer.stats.steps, _versions(self._watched)
+        self._steps, self._noted = synchronizer.stats.steps, self._versions()
 
     def forget(self) -> None:
         """Changes until the next batch ends are expected."""
         self._steps = -1
 
-    def check(self, synchronizer: Synchronizer, worker: int) -> None:
+    def check(self, synchronizer: Synchronizer) -> None:
         """Warn once if weights have changed since the last batch ended, and no step was taken."""
-        if self._warned or self._steps != synchronizer.stats.steps or _versions(self._watched) == self._noted:
+        if not self._watches or self._steps != synchronizer.stats.steps:
             return
-        self._warned = True
-        now = _versions(self._watched)
+        now = self._versions()
+        if now == self._noted:
+            return
+        self._watches = False
         changed = next(p for p, a, b in zip(self._watched, self._noted, now, strict=True) if a != b)
         log.warning(
             "Weights such as %r were changed between two batches on worker %d, and are pushed as if a step had made "
@@ -79,8 +84,11 @@ class ChangesBetweenBatches:
             "are merged. Set weights at a sync point, such as on_train_epoch_end or on_validation_end, and clamp them "
             "at the beginning of training_step, too.",
             next((name for name, p in self._module.named_parameters() if p is changed), "?"),
-            worker,
+            self._worker(),
         )
+
+    def _versions(self) -> list[int]:
+        return [0 if parameter.is_inference() else parameter._version for parameter in self._watched]
 
 
 class UnseenSteps:
@@ -141,10 +149,5 @@ def normed_embeddings(module: Module) -> set[str]:
 
 def _changes_of(parameters: Iterable[Tensor]) -> int:
     """How often they were changed in place."""
-    return sum(_versions(parameters))
-
-
-def _versions(parameters: Iterable[Tensor]) -> list[int]:
-    """How often each was changed in place."""
     # Inference tensors, which nothing can train, have no count.
-    return [parameter._version for parameter in parameters if not parameter.is_inference()]
+    return sum(parameter._version for parameter in parameters if not parameter.is_inference())

@@ -29,8 +29,9 @@ from lightning_asgd.protocol import Exchange
 from lightning_asgd.stats import UNAPPLIED, ExchangeStats, Verdict
 from lightning_asgd.worker.exchange_period import Schedule, Turns
 from lightning_asgd.worker.exchange_recovery import ExchangeLog
+from lightning_asgd.worker.fragments import Fragments
 from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.shard_client import InFlight, ShardClient, restore_shards
+from lightning_asgd.worker.shard_client import InFlight, ShardClient
 from lightning_asgd.worker.synchronizer import Held, Skipped, Training, Waits, run
 
 __all__ = ["Channel", "Exchanger"]
@@ -277,7 +278,7 @@ class Channel:
         self._measure_at = now + max(_MEASURE_S, (now - begun) / _MEASURE_SHARE)
 
 
-class Exchanger:
+class Exchanger(Fragments):
     """Drives the exchanges of one worker: its module's fragments, each with its shards and replica, in turn."""
 
     def __init__(
@@ -289,6 +290,7 @@ class Exchanger:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(parts)
         training = training or Training()
         self.layout = layout
         self.client = parts[0][0].client
@@ -420,34 +422,6 @@ class Exchanger:
     def peek(self) -> dict[str, Tensor]:
         """See :class:`Synchronizer`."""
         return {name: tensor for channel in self.channels for name, tensor in channel.peek().items()}
-
-    def samples(self) -> list[dict[str, Tensor]]:
-        """See :class:`Synchronizer`. Algorithms that keep any exchange the module as a whole."""
-        first = self.channels[0]
-        return [first.replica.read(shards) for _, shards in first.shards.samples()]
-
-    def state(self) -> list[list[Any]]:
-        """See :class:`Synchronizer`."""
-        return [channel.shards.state() for channel in self.channels]
-
-    def restore(self, state: Sequence[Sequence[Any]]) -> None:
-        """See :class:`Synchronizer`."""
-        restore_shards([channel.shards for channel in self.channels], state)
-
-    def changed(self) -> list[str]:
-        """See :class:`Synchronizer`."""
-        return [name for channel in self.channels for name in channel.replica.changed()]
-
-    def weights(self) -> list[list[tuple[Tensor, ...]]]:
-        """See :class:`Synchronizer`."""
-        return [channel.replica.weights() for channel in self.channels]
-
-    def replace(self, weights: Sequence[Sequence[tuple[Tensor, ...]]], *, sends: bool) -> None:
-        """See :class:`Synchronizer`."""
-        for channel, mine in zip(self.channels, weights, strict=True):
-            channel.replica.forget_parked()
-            if sends:
-                channel.shards.replace(mine)
 
     def forget_exchanges(self) -> None:
         """Drop the exchanges in flight: their session has ended."""

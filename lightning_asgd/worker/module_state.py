@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import io
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -66,7 +66,9 @@ def _bytes_of(tensor: Tensor) -> Any:
     try:  # of a copy: NumPy would keep a program from resizing the tensor itself
         return tensor.clone().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, ValueError):  # a sparse or quantised one, or one without elements
-        return pickle.dumps(tensor.clone())
+        saved = io.BytesIO()
+        torch.save(tensor.clone(), saved)  # pickle alone writes the addresses of a sparse tensor's parts
+        return saved.getvalue()
 
 
 def take_values(module: Module, values: Mapping[str, Tensor]) -> list[str]:
@@ -92,7 +94,7 @@ def _take(owner: Module, key: str, value: Tensor) -> None:
     mine = owner._buffers.get(key)
     if mine is None:
         device = next((t.device for t in (*owner.parameters(), *owner.buffers())), value.device)
-        owner.register_buffer(key, value.to(device))
+        owner.register_buffer(key, value.to(device, copy=True))
         return
     if torch.nn.parameter.is_lazy(mine):
         mine.materialize(value.shape, dtype=value.dtype)
@@ -100,7 +102,7 @@ def _take(owner: Module, key: str, value: Tensor) -> None:
     if alike and mine.shape == value.shape and not _overlaps(mine):
         mine.copy_(value)
     elif alike:
-        mine.data = value.to(mine.device, copy=True)  # whoever holds this tensor sees the values, too
+        mine.data = value.to(mine.device, copy=True)  # those that hold this tensor see the values, too
     else:
         owner._buffers[key] = value.to(mine.device, copy=True)
 

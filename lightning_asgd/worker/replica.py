@@ -109,6 +109,7 @@ class Replica:
         self.within_bounds = False
         """Whether all of the latest update that lies in shared memory was found to be, while it was in the cache."""
         self._packed = False  # whether an update was packed since the latest fetch
+        self._alone = False  # whether no other worker pushed when weights were adopted last
         self.rows = RowReplica(layout, places, self._base, gradients=self._pushes_gradients) if layout.widths else None
 
     def drop_block(self, server: int) -> None:
@@ -255,7 +256,12 @@ class Replica:
         return math.hypot(*map(float, norms))  # on the CPU: MPS has no double precision
 
     def changed(self) -> list[str]:
-        """Names of the tensors in which the module differs from the weights that it adopted last."""
+        """Names of the tensors in which the module differs from the weights that it adopted last.
+
+        None where the worker was alone: what differs may be what it keeps of its own rounding.
+        """
+        if self._alone:
+            return []
         found: dict[int, None] = {}
         with torch.no_grad():
             for r, x in self._values(write=False):
@@ -307,7 +313,7 @@ class Replica:
 
         With ``park``, :meth:`resume` brings back what the algorithm has each worker keep for itself.
         """
-        self._packed = False
+        self._packed, self._alone = False, alone
         with torch.no_grad(), self._turn() if self._offloads else nullcontext():
             for r, x in self._values(write=True):
                 answer = r.of(answers)

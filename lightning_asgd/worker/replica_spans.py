@@ -29,7 +29,6 @@ class Span:
     def __init__(self, layout: Layout, pieces: Sequence[Piece]) -> None:
         first = pieces[0]
         self.server, self.group, self.offset = first.server, first.group, first.offset
-        self.role = layout.groups[first.group].role
         self.sizes = [p.length for p in pieces]
         self.length = sum(self.sizes)
         self.place = slice(self.offset, self.offset + self.length)  # in its group on its server
@@ -70,5 +69,5 @@ def places_of(module: Module, layout: Layout) -> list[Place]:
     for spec in layout.tensors:
         path, _, name = spec.name.rpartition(".")
         owner = module.get_submodule(path)
-        places.append((owner._parameters if name in owner._parameters else owner._buffers, name))
+        places.append((owner._parameters, name))
     return places

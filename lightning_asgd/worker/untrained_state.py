@@ -51,7 +51,7 @@ class UntrainedTensors:
         self.begin_interval(0)
 
     def begin_interval(self, steps: int) -> None:
-        """Training goes on: note how many batches the statistics have seen, and how many ``steps`` were taken."""
+        """Training continues: note how many batches the statistics have seen, and how many ``steps`` were taken."""
         self._steps, self._seen = steps, self._counts()
 
     def share(self, collectives: Collectives, steps: int) -> None:
@@ -105,10 +105,11 @@ class UntrainedTensors:
     def _counts(self) -> dict[str, float]:
         """How many batches each layer with a counter has seen, by the layer's name."""
         found = {n: b for n, b in persistent_buffers(self._module).items() if n.rpartition(".")[2] == _COUNTER}
-        if not found:
+        flat = {name.rpartition(".")[0]: b.detach().reshape(-1)[:1] for name, b in found.items() if b.numel()}
+        if not flat:
             return {}
-        together = torch.stack([counter.detach().reshape(-1)[0].double() for counter in found.values()])
-        return dict(zip((name.rpartition(".")[0] for name in found), together.tolist(), strict=True))
+        device = next(iter(flat.values())).device  # layers may be on several; it is read once
+        return dict(zip(flat, torch.cat([counter.to(device) for counter in flat.values()]).tolist(), strict=True))
 
     def _batches_seen(self, name: str, counts: Mapping[str, float], steps: int) -> float:
         """The batches since the last sync point: by the layer's own counter, or else by the steps."""

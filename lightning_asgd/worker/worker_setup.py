@@ -91,13 +91,7 @@ def set_up(
         _check_same(collectives, layout, client.connection.worker)
     else:
         layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
-    constants = fixed_tensors(module, trainable)
-    digest = b""
-    if not start.again:
-        digest = make_identical(collectives, module, constants)
-        make_identical(collectives, module, persistent_buffers(module))
-    if start.constants is not None:
-        digest = _check_constants(constants, start.constants, client.connection.worker)
+    digest = _take_first_values(collectives, module, fixed_tensors(module, trainable), start, client.connection.worker)
     if isinstance(algorithm, Hogwild):
         return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
     if isinstance(algorithm, LayerWise):
@@ -128,6 +122,17 @@ def set_up(
     run(exchanger.fetch(together=start.layout is None))
     exchanger.constants, exchanger.stats = digest, ExchangeStats()
     return exchanger
+
+
+def _take_first_values(
+    collectives: Collectives, module: Module, constants: Mapping[str, Tensor], start: Start, worker: int
+) -> bytes:
+    """Take the chief's untrained tensors; returns a digest of those that each worker keeps for itself from then on."""
+    if start.again:
+        return digest_of(constants)
+    digest = make_identical(collectives, module, constants)
+    make_identical(collectives, module, persistent_buffers(module))
+    return digest if start.constants is None else _check_constants(constants, start.constants, worker)
 
 
 def _on_one_machine(collectives: Collectives) -> bool:
@@ -181,7 +186,7 @@ def _warn_if_unused(code: Compression | None, parts: Sequence[Layout]) -> None:
     for role, dtype, number in (group for part in parts for group in part.shard(0)):
         coded = is_coded(role, dtype)
         sizes[coded] += nbytes_of(((role, dtype, number),))
-        if not coded and role in (Role.PARAMETER, Role.ROWS):
+        if not coded:
             others.add(dtype if role is Role.PARAMETER else "tables of rows")
     if others and sizes[True] < sizes[False]:
         log.warning(
