@@ -18,6 +18,8 @@ from lightning_asgd.adapter.private_names import (
     loaders,
     opened_loaders,
 )
+from lightning_asgd.adapter.shared_order import Drawn, SharedOrder
+from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.streams.loader_processes import InitCalls, same
 from lightning_asgd.worker.lease_client import DataLeases
@@ -36,8 +38,9 @@ class CombinedData:
     Units are combined batches, of the same sizes on all workers.
     """
 
-    def __init__(self, trainer: Any, leases: DataLeases) -> None:
+    def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
         self._trainer, self._leases = trainer, leases
+        self.order = SharedOrder(trainer, membership, self._draw)
         self._combined: LeasedCombination | None = None
         self._items: list[Item] = []  # of the present epoch, of all workers
 
@@ -71,13 +74,19 @@ class CombinedData:
 
     def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
         """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
-        combined, workers, parts = combined_loader(self._trainer), self._trainer.world_size, []
-        for loader, limit in zip(loaders.of(combined), combined.limits, strict=True):  # of one worker's batches
-            with undivided(loader.batch_sampler.sampler):
-                part = in_common_order(loader.batch_sampler, private_names.program_seed() + number)
-            parts.append(part[: int(min(len(part), limit * workers))])
-        self._items = combined_batches(combination.of(combined), parts)[:batches]
+        mode = combination.of(combined_loader(self._trainer))
+        self._items = combined_batches(mode, self.order.of_epoch(number))[:batches]
         return len(self._items), digest(self._items), ()
+
+    def _draw(self, number: int) -> Drawn:
+        combined, workers, parts = combined_loader(self._trainer), self._trainer.world_size, []
+        samplers = [loader.batch_sampler for loader in loaders.of(combined)]
+        for sampler, limit in zip(samplers, combined.limits, strict=True):  # of one worker's batches
+            sampler.sampler.set_epoch(number)
+            with undivided(sampler.sampler):
+                part = in_common_order(sampler, private_names.program_seed() + number)
+            parts.append(part[: int(min(len(part), limit * workers))])
+        return samplers, parts
 
     def plan(self, epoch: Epoch, accumulate: int) -> Plan:
         """The epoch as this worker trains it."""

@@ -50,11 +50,13 @@ class DataChoice:
         self._batch = 0  # samples of the batches in which all workers count progress
         self._shards: ShardedData | str = ""  # of the training data, or why there are none
         self._name = b""  # digest of them
+        self._divided: str | None = None  # how its samplers divide the training data themselves
 
     def on_data(self) -> None:
         """New training data were set up: have all workers count progress in batches of the same size."""
         trainer = self._trainer
-        batch = self._leases.batch = batch_size_of(trainer)
+        batch, self._divided = batch_size_of(trainer), None
+        self._leases.batch = batch
         if self._splits:
             return
         self._find_shards()
@@ -86,11 +88,8 @@ class DataChoice:
         trainer, loop, entry = self._trainer, self.loop, self._membership.entry
         if loop is self._split and entry is not None and entry.between_epochs:
             restart_epochs(trainer)
-        kind = SampledData if len(training_loaders(trainer)) == 1 else CombinedData
-        data: LeasedData = kind(trainer, self._leases)
-        if isinstance(self._shards, ShardedData):
-            data = StreamedData(trainer, self._leases, self._shards, self._name)
-        elif (reason := self._shards or why_split(trainer, self._batch)) is not None:
+        data, reason = self._shared()
+        if data is None:
             if isinstance(self._membership, ElasticFleet):
                 self._membership.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
             self.end()
@@ -99,6 +98,22 @@ class DataChoice:
         if not isinstance(loop, LeasedLoop):
             loop = self.loop = LeasedLoop(trainer, self._membership, self._leases, self._resumed(), data)
         loop.install(data, self._batch)
+
+    def _shared(self) -> tuple[LeasedData | None, str]:
+        """The data that all workers can share; None if they cannot, and why."""
+        trainer = self._trainer
+        if isinstance(self._shards, ShardedData):
+            return StreamedData(trainer, self._leases, self._shards, self._name), ""
+        collectives, mine = (
+            self._membership.collectives,
+            self._shards or self._divided or why_split(trainer, self._batch),
+        )
+        reason = collectives.reduced("all_reduce", "why data are split", mine, "given").value
+        if reason is None:
+            kind = SampledData if len(training_loaders(trainer)) == 1 else CombinedData
+            data = kind(trainer, self._leases, self._membership)
+            self._divided = reason = data.order.why_divided(private_names.epochs_begun(trainer))
+        return (data, "") if reason is None else (None, reason)
 
     def end(self) -> None:
         """Restore Lightning's own dataloader and counts."""

@@ -255,7 +255,10 @@ def replace_combined(trainer: Any, combined: Any) -> None:
 
 def deals_samples_out(sampler: Any) -> bool:
     """Whether a sampler is torch's ``DistributedSampler``, or Lightning's wrapper around a user's sampler."""
-    return type(sampler).__name__ in ("DistributedSampler", sampler_wrapper.attribute)
+    from lightning_asgd.worker.leased_sampler import is_known  # it loads torch, which the command line does without
+
+    kind = type(sampler)
+    return kind.__name__ in ("DistributedSampler", sampler_wrapper.attribute) and is_known(kind)
 
 
 def replace_batch_sampler(loader: Any, sampler: Any) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.data_mode import batch_size_of
-from lightning_asgd.adapter.private_names import epochs_begun, replace_batch_sampler, training_loaders
+from lightning_asgd.adapter.private_names import replace_batch_sampler, training_loaders
+from lightning_asgd.adapter.shared_order import Drawn, SharedOrder
+from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.protocol import Epoch
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
@@ -19,11 +21,12 @@ __all__ = ["SampledData"]
 class SampledData:
     """The data of one fit, whose dataloader has its batch sampler replaced while they are leased."""
 
-    def __init__(self, trainer: Any, leases: DataLeases) -> None:
+    def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
         self._trainer, self._leases = trainer, leases
         self._loader: Any = None
         self._in_order = True
         self._batch = 1
+        self.order = SharedOrder(trainer, membership, self._draw)
         self._items: list[Any] = []  # of the present epoch, of all workers
 
     @property
@@ -38,7 +41,6 @@ class SampledData:
         inner, length = loader.batch_sampler, len(loader)
         if isinstance(inner, LeasedBatches):  # of a fit that failed
             inner = inner.inner
-        inner.sampler.set_epoch(epochs_begun(self._trainer))
         # Leases know a batch by its turn.
         self._in_order, loader.in_order = getattr(loader, "in_order", True), True
         replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
@@ -60,12 +62,21 @@ class SampledData:
 
     def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
         """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
-        sampler, mine = self._loader.batch_sampler.inner, batch_size_of(self._trainer)
-        with undivided(sampler.sampler):
-            items = in_common_order(sampler.sampler if mine else sampler, private_names.program_seed() + number)
-        whole = len(items) // self._batch * self._batch if mine and sampler.drop_last else len(items)
+        (items,) = self.order.of_epoch(number)
+        cuts = batch_size_of(self._trainer) and self._loader.batch_sampler.inner.drop_last
+        whole = len(items) // self._batch * self._batch if cuts else len(items)
         self._items = items[: min(whole, batches * self._batch)]
         return len(self._items), digest(self._items), ()
+
+    def _draw(self, number: int) -> Drawn:
+        (loader,) = training_loaders(self._trainer)
+        batches = loader.batch_sampler
+        if isinstance(batches, LeasedBatches):
+            batches = batches.inner
+        batches.sampler.set_epoch(number)
+        with undivided(batches.sampler):
+            drawn = batches.sampler if batch_size_of(self._trainer) else batches
+            return [batches], [in_common_order(drawn, private_names.program_seed() + number)]
 
     def plan(self, epoch: Epoch, accumulate: int) -> Plan:
         """The epoch as this worker trains it."""

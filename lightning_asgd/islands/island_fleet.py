@@ -22,7 +22,9 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.process_name import this_process
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.common_order import CommonOrder
 from lightning_asgd.worker.connection import Connection
+from lightning_asgd.worker.leased_sampler import digest
 from lightning_asgd.worker.module_state import digest_of
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.untrained_state import UntrainedTensors
@@ -228,6 +230,19 @@ class IslandFleet(ElasticFleet):
     def reference_batch(self, mine: int) -> int:
         """The batch size of the run's first worker."""
         return self._share(lambda: super(IslandFleet, self).reference_batch(mine))
+
+    def common_order(
+        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
+    ) -> CommonOrder:
+        """The order of the worker that opened the epoch; other processes get it where theirs differs."""
+        found: list[CommonOrder] = []
+
+        def agree() -> bytes:
+            found.append(super(IslandFleet, self).common_order(epoch, samplers, mine))
+            return digest(found[0].parts)
+
+        differs = self._group.any(self._share(agree) != digest(mine))
+        return self._share(lambda: found[0]) if differs else CommonOrder(mine)
 
     def publish_chief_state(self) -> None:
         """Publish what the chief knows of its checkpoint files."""

@@ -25,6 +25,7 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.process_name import gone_among, pid_of
 from lightning_asgd.protocol import Policy
 from lightning_asgd.worker.attachment import Attachment
+from lightning_asgd.worker.common_order import CommonOrder, overlap
 from lightning_asgd.worker.late_entry import EntryPoint
 from lightning_asgd.worker.session_client import HeartbeatThread
 from lightning_asgd.worker.untrained_state import UntrainedTensors
@@ -245,6 +246,18 @@ class ElasticFleet(Fleet):
     def all_have(self, data: bytes) -> bool:
         """Whether this worker has data to share: who opens an epoch is checked to have those of the others."""
         return bool(data)
+
+    def common_order(
+        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
+    ) -> CommonOrder:
+        """The order of the worker that opened the epoch, which has published it: others may join at any time."""
+        theirs = self.attachment.first_order(epoch, mine)
+        differs = theirs is not mine
+        if differs and not overlap(mine, theirs):
+            self.refuse_a_split(f"{', '.join(samplers)} gives each worker samples that the others do not get")
+        if differs:
+            self._tell_order(samplers, "This worker shares that of the worker that began the epoch.")
+        return CommonOrder(theirs, differs=differs)
 
     def publish_chief_state(self) -> None:
         """Publish what the chief knows of its checkpoint files, for the next chief."""

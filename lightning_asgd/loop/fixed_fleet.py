@@ -33,6 +33,7 @@ from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import Joined, Policy, next_chief
 from lightning_asgd.worker.collectives import Phase
+from lightning_asgd.worker.common_order import CommonOrder, agreed_order
 from lightning_asgd.worker.connection import COORDINATOR
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 _BUFFERS = "buffers"  # the chief's, as of the latest sync point
 _LAST = "last checkpoint"  # which worker writes it
+_ORDERS = "orders differ"  # whether samplers have orders of their own
 _CHIEF_STATE = "chief"  # what the chief publishes for the next one
 _UNREACHABLE_S = 20.0  # without an answer of the servers, after which a worker looks for another host
 _NEWS_S = 1.0  # until worker 0 reports what has happened to another worker
@@ -353,6 +355,21 @@ class FixedFleet(Fleet):
         same = mine if self.collectives.reduced("all_reduce", "data", mine, "same").value else 0
         self._start = replace(self._start, firsts={**self._start.firsts, "data": same})
         return same != 0
+
+    def common_order(
+        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
+    ) -> CommonOrder:
+        """The chief's order, if they differ. It is published where a process may enter later that cannot make it."""
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            theirs = self.client.published_order(epoch) if samplers or self.entry.firsts.get(_ORDERS) else None
+            return CommonOrder(theirs or mine, differs=theirs is not None)
+        found = agreed_order(self.collectives, mine, unites=unites)
+        self._start = replace(self._start, firsts={**self._start.firsts, _ORDERS: int(found.differs)})
+        if self._publishes and (found.differs or samplers):
+            self.client.publish_order(epoch, found.parts)
+        if found.differs and self.is_chief:
+            self._tell_order(samplers, found.about)
+        return found
 
     def _of_first(self, what: str, mine: int) -> int:
         if self.entry is not None and self.collectives.phase is Phase.ENTERING:

@@ -23,6 +23,7 @@ from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.worker.common_order import CommonOrder
 from lightning_asgd.worker.connection import Connection
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.failover_client import FailoverClient
@@ -85,6 +86,7 @@ class Fleet:
         self._recovery: FailoverClient | None = None
         self._failed = False
         self._looking: threading.Thread | None = None  # for servers in the place of silent ones
+        self._told_order = False
 
     def _connect(self, worker: int, world_size: int, policy: Policy, generation: int = 0, after: str = "") -> None:
         timeouts, transport = self._config.timeouts, self._job.connect()  # which learns the session's name
@@ -176,6 +178,22 @@ class Fleet:
 
     def end_entries(self) -> None:
         """Training has ended: no worker can enter any more."""
+
+    def common_order(
+        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
+    ) -> CommonOrder:
+        """The order of an epoch's samples for all workers, of each dataloader; ``mine`` is that of this worker's.
+
+        ``samplers`` are the classes of the program's own. ``unites``: where these divide the samples, all workers share
+        all of them. Workers of a job call it together.
+        """
+        raise NotImplementedError
+
+    def _tell_order(self, samplers: list[str], what: str) -> None:
+        """Say once that the workers' samplers disagree."""
+        if not self._told_order:
+            self._told_order = True
+            log.warning("The order of %s differs between workers. %s", ", ".join(samplers) or "the samples", what)
 
     def check_session(self) -> None:
         """Raise at once if the session was ended, instead of training until the next exchange."""

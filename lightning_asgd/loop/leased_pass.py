@@ -17,7 +17,7 @@ from lightning_asgd.streams.find import drops_last, is_streamed, loader_of, shar
 from lightning_asgd.streams.leased_stream import LeasedStream
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order, undivided
+from lightning_asgd.worker.leased_sampler import LeasedBatches, digest, in_common_order, own_samplers, undivided
 
 __all__ = ["LeasedPass", "SharedData", "Trainee", "share"]
 
@@ -32,6 +32,9 @@ _LOADER_SETTINGS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device"),
 )
+
+
+Agree = Callable[[list[str], list[Any]], list[Any]]
 
 
 class SharedData(ABC):
@@ -51,10 +54,11 @@ class SharedData(ABC):
         """Samples of this worker's batches; 0 where the program makes them, and batches are leased."""
 
     @abstractmethod
-    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+    def begin(self, number: int, reference: int, agree: Agree) -> tuple[bytes, int, tuple[int, ...]]:
         """A pass begins: a digest of its units in their order, their number, and where their shards end, if any do.
 
-        ``reference``: samples of a batch in which all workers count.
+        ``reference``: samples of a batch in which all workers count. ``agree``: returns the order that all share, from
+        the program's own samplers and this worker's order.
         """
 
     @abstractmethod
@@ -117,7 +121,7 @@ class _Samples(SharedData):
         sampler: Any = self._own.batch_sampler
         return int(sampler.batch_size) if type(sampler) is BatchSampler else 0
 
-    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+    def begin(self, number: int, reference: int, agree: Agree) -> tuple[bytes, int, tuple[int, ...]]:
         """The units are samples, or the batches of a sampler of the user's own; without those that fill no batch."""
         sampler: Any = self._own.batch_sampler
         each = sampler.sampler if self.batch else sampler
@@ -127,7 +131,7 @@ class _Samples(SharedData):
         if dividing is not None and dividing is not each and hasattr(dividing, "set_epoch"):
             dividing.set_epoch(number)
         with nullcontext() if dividing is None else undivided(dividing):  # else it would yield a part only
-            items = in_common_order(each, self._seed + number)
+            items = agree(own_samplers(each), in_common_order(each, self._seed + number))
         if self.batch and self._own.drop_last:
             items = items[: len(items) // reference * reference]
         self._items = items
@@ -173,7 +177,7 @@ class _Stream(SharedData):
         """See :class:`SharedData`, here and below."""
         return self._stream.batch
 
-    def begin(self, number: int, reference: int) -> tuple[bytes, int, tuple[int, ...]]:
+    def begin(self, number: int, reference: int, agree: Agree) -> tuple[bytes, int, tuple[int, ...]]:
         """The units are samples, or batches that the data set makes. Shards of unknown length have more numbers."""
         order, ends = self._stream.begin(number)
         return order, ends[-1], ends

@@ -207,11 +207,14 @@ class LoopSession(Participation, Trainee):
             self._run.begin_epoch()
             self._share_posterior()
         state = self.state
-        order, units, shards = data.begin(state.passes, reference)
+        key = f"{self._membership.session}/{state.passes}"
+        common = self._membership.common_order
+        agree = lambda own, mine: common(key, own, [mine], unites=True).parts[0]  # noqa: E731
+        order, units, shards = data.begin(state.passes, reference, agree)
         if not units:
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
         done, self._present = state.done_of(order, units), (order, units)
-        key, step = f"{self._membership.session}/{state.passes}", reference * accumulate
+        step = reference * accumulate
         self._in_pass, self.pass_token = True, object()
         if done == ((0, units),):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_asgd.protocol import BOOTSTRAPPED
+from lightning_asgd.worker.leased_sampler import digest
 from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["Attachment"]
@@ -28,6 +30,8 @@ _PROGRESS = "progress"  # the chief's progress at the end of its latest epoch
 _BATCH = "batch"  # samples of a batch, as progress counts them
 _FILES = "files"  # state of the chief's checkpoint callbacks
 _STOPS = "stops"  # how often a chief has stopped training early
+
+_ASK_AGAIN_S = 0.1
 
 
 class Attachment:
@@ -121,6 +125,18 @@ class Attachment:
     def reference_batch(self, mine: int) -> int:
         """The reference batch size: that of the run's first worker."""
         return int(self.client.note(_BATCH, mine, first=True))
+
+    def first_order(self, epoch: str, mine: list[Any]) -> list[Any]:
+        """The order of samples of the worker that opens an epoch first; ``mine`` itself if it is the same."""
+        client, own = self.client, (self.client.connection.worker, digest(mine))
+        opener, first = client.note(f"order of {epoch}", own, first=True)
+        if opener == own[0]:
+            client.publish_order(epoch, mine)
+        if first == own[1]:
+            return mine
+        while (theirs := client.published_order(epoch)) is None and opener in client.heard.living:
+            time.sleep(_ASK_AGAIN_S)
+        return theirs or mine
 
     def publish_checkpoints(self, files: Any) -> None:
         """Publish the state of the chief's checkpoint callbacks, after it has written a file."""

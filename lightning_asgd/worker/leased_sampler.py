@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
 
-__all__ = ["LeasedBatches", "LeasedSteps", "Replacement", "digest", "in_common_order", "undivided"]
+__all__ = [
+    "LeasedBatches",
+    "LeasedSteps",
+    "Replacement",
+    "digest",
+    "in_common_order",
+    "is_known",
+    "own_samplers",
+    "undivided",
+]
 
 _FEW = 100  # a longer list is none of samplers
 
@@ -75,17 +83,11 @@ class LeasedSteps(Iterator[Any]):
 
 @contextmanager
 def undivided(sampler: Any) -> Iterator[None]:
-    """Have a sampler that splits the samples between workers yield all of them.
-
-    Raises:
-        ConfigurationError: it does not do so as torch's ``DistributedSampler`` does.
-    """
+    """Have a sampler that splits the samples between workers as torch's ``DistributedSampler`` yield all of them."""
     names = ("num_replicas", "rank", "num_samples", "total_size")
-    if missing := [name for name in (*names, "dataset") if not hasattr(sampler, name)]:
-        raise ConfigurationError(
-            f"{type(sampler).__name__} divides samples among workers, and has no {', '.join(missing)}. Expected "
-            "torch's DistributedSampler, or a sampler of all samples: workers share these by themselves."
-        )
+    if not all(hasattr(sampler, name) for name in (*names, "dataset")):
+        yield
+        return
     kept = {name: getattr(sampler, name) for name in names}
     sampler.num_replicas, sampler.rank = 1, 0
     sampler.num_samples = sampler.total_size = len(sampler.dataset)
@@ -101,7 +103,7 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
     A sampler's own ``torch.Generator`` begins at this seed plus its own one, so that a worker which joins or resumes
     later has the same order. Afterwards its state is as before.
     """
-    generators = _generators(sampler, {})
+    generators = [each for each in _within(sampler, {}) if isinstance(each, torch.Generator)]
     kept = [each.get_state() for each in generators]
     for each in generators:
         each.manual_seed((each.initial_seed() + seed) % 2**63)
@@ -113,9 +115,20 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
             each.set_state(state)
 
 
-def _generators(sampler: Any, seen: dict[int, Any]) -> list[torch.Generator]:
-    """Those of a sampler, and of the samplers that it takes from, directly or through another object."""
-    found: list[torch.Generator] = []
+def own_samplers(sampler: Any) -> list[str]:
+    """Class names of the samplers of the program's own among this one and those that it takes from."""
+    found = (type(each) for each in (sampler, *_within(sampler, {})) if isinstance(each, Sampler))
+    return [kind.__name__ for kind in found if not is_known(kind)]
+
+
+def is_known(kind: type) -> bool:
+    """Whether a class is one of torch's or Lightning's, and not the program's own."""
+    return kind.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def _within(sampler: Any, seen: dict[int, Any]) -> list[Any]:
+    """The generators and samplers of a sampler, and of those that it takes from, directly or through another object."""
+    found: list[Any] = []
     for value in _parts(sampler):
         if id(value) in seen:
             continue
@@ -123,7 +136,7 @@ def _generators(sampler: Any, seen: dict[int, Any]) -> list[torch.Generator]:
         if isinstance(value, torch.Generator):
             found.append(value)
         elif isinstance(value, Sampler) or any(isinstance(part, Sampler | torch.Generator) for part in _parts(value)):
-            found += _generators(value, seen)
+            found += [value, *_within(value, seen)]
     return found
 
 

@@ -37,6 +37,7 @@ from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, d
 __all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
 
 _PER_PATIENCE = 5  # heartbeats per failure timeout
+_EPOCHS = 4  # whose orders are kept: as many as the coordinator knows
 
 
 @dataclass
@@ -124,6 +125,15 @@ class SessionClient:
         if noted is not None:
             self.metadata[name] = noted
         return _read(noted)
+
+    def publish_order(self, epoch: str, order: Any) -> None:
+        """Publish the order of an epoch's samples, in the place of an older epoch's."""
+        self.note(_order_of(epoch), (epoch, order))
+
+    def published_order(self, epoch: str) -> Any:
+        """The order that was published for an epoch; None if none was, or it is too old."""
+        found = self.note(_order_of(epoch))
+        return found[1] if found and found[0] == epoch else None
 
     def beat(self, heard: int, timeout_s: float, figures: WorkerMetrics | None = None) -> HeartbeatReply | None:
         """Send every server a heartbeat; unreachable ones are ignored.
@@ -237,6 +247,10 @@ class HeartbeatThread:
         silent = [s for s in sorted(others) if now > answered_at.setdefault(s, now) + 2 * self._period_s]
         if silent:
             self.on_silent_servers(silent)
+
+
+def _order_of(epoch: str) -> str:
+    return f"order {int(epoch.rpartition('/')[2]) % _EPOCHS}"
 
 
 def pickled(value: Any) -> Any:

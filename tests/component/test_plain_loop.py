@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -623,13 +624,6 @@ class Backwards(BatchSampler):
         return reversed(list(super().__iter__()))
 
 
-class Divides(Sampler[int]):
-    num_replicas, rank = 2, 0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(0, SAMPLES, 2))
-
-
 def test_samplers_that_divide_the_samples_among_workers(elastic: Run) -> None:
     model, optimizer, asgd = counting(elastic)
     data = numbered(SAMPLES)
@@ -641,12 +635,75 @@ def test_samplers_that_divide_the_samples_among_workers(elastic: Run) -> None:
             for (numbers,) in asgd.batches(DataLoader(data, batch_sampler=batches)):
                 step(model, optimizer, numbers)
                 orders[-1] += numbers.tolist()
-        with pytest.raises(
-            ConfigurationError, match=r"^Divides divides samples .* no num_samples, total_size, dataset\."
-        ):
-            next(iter(asgd.batches(DataLoader(data, sampler=Divides()))))
     assert model.seen.tolist() == [2.0] * SAMPLES
     assert orders[0] != orders[1]
+
+
+class Unseeded(Sampler[int]):
+    """Yields another order whenever it is asked, of these samples."""
+
+    def __init__(self, samples: range = range(SAMPLES)) -> None:
+        self.samples, self.own = samples, random.Random()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own.sample(self.samples, len(self.samples)))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def train_passes(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, sampler: Sampler[int]) -> None:
+    for _ in asgd.epochs(EPOCHS):
+        for (numbers,) in asgd.batches(DataLoader(numbered(SAMPLES), 3, sampler=sampler)):
+            time.sleep(0.002)
+            step(model, optimizer, numbers)
+
+
+def test_who_joins_a_run_takes_the_order_of_who_began_the_epoch(
+    elastic: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = threading.Event()
+
+    def work(rank: int) -> list[float]:
+        model, optimizer, asgd = counting(elastic)
+        if rank:
+            begun.wait(10.0)
+        with asgd:
+            begun.set()
+            train_passes(asgd, model, optimizer, Unseeded())
+        return model.seen.tolist()
+
+    assert run_workers(2, work) == [[float(EPOCHS)] * SAMPLES] * 2
+    assert 1 <= caplog.text.count("The order of Unseeded differs between workers. This worker shares that of") <= 2
+    notes = elastic.services[0].state.registry.metadata
+    assert len([name for name in notes if name.startswith("order ")]) == EPOCHS + min(EPOCHS, 4)
+
+
+def test_who_has_none_of_the_samples_of_a_run_is_told_so(elastic: Run) -> None:
+    told, shares = threading.Event(), (range(SAMPLES // 2), range(SAMPLES // 2, SAMPLES))
+    (first, *about), (second, *others) = (counting(elastic) for _ in shares)
+    del first, second, about, others, told
+    model, optimizer, asgd = counting(elastic)
+    with asgd:
+        batches = iter(asgd.batches(DataLoader(numbered(SAMPLES), 3, sampler=Unseeded(shares[0]))))
+        next(batches)
+
+        def join() -> None:
+            late, its_optimizer, joined = counting(elastic)
+            with joined:
+                train_passes(joined, late, its_optimizer, Unseeded(shares[1]))
+
+        with pytest.raises(ConfigurationError, match="Unseeded gives each worker samples that the others do not get"):
+            join()
+        for (numbers,) in batches:
+            step(model, optimizer, numbers)
+
+
+@pytest.mark.parametrize(("shares", "line"), [(False, "They share that of worker 0"), (True, "any of them has")])
+def test_workers_of_a_job_share_what_their_samplers_yield(
+    shares: bool, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pass
 
 
 class Endless(IterableDataset[int]):
