@@ -31,7 +31,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -84,6 +84,10 @@ rounds: $(VENV)/.installed-examples ## rounds of outer momentum under faults, an
 
 rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD on three sets: 65 minutes; continues where it was interrupted; ONLY=
 	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture docs/images/rules.png
+
+buffers: $(VENV)/.installed-examples ## buffers of every kind beside DDP, and batch norm's statistics: half an hour; ONLY=
+	@$(RUN) -m benchmarks.buffers $(if $(ONLY),--only '$(ONLY)') --page
+	@$(RUN) -m benchmarks.batch_norm
 
 codes: $(VENV)/.installed-examples ## codes of exchanges: speed, loss, bytes, slow links (as root): 25 minutes; ONLY=
 	@$(RUN) benchmarks/codes.py $(if $(ONLY),--only $(ONLY))

@@ -659,9 +659,7 @@ def train_passes(asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer
             step(model, optimizer, numbers)
 
 
-def test_who_joins_a_run_takes_the_order_of_who_began_the_epoch(
-    elastic: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_joins_a_run_takes_the_order_of_who_began_the_epoch(elastic: Run, caplog: pytest.LogCaptureFixture) -> None:
     begun = threading.Event()
 
     def work(rank: int) -> list[float]:
