@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "MAX_UPDATE",
+    "as_bytes",
     "checksum",
     "inner_product",
     "is_finite",
@@ -52,10 +53,16 @@ def largest(tensor: Tensor) -> float:
     return float(torch.maximum(-least, most))
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's values, which are copied only if the tensor is not contiguous."""
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single value may have any stride
+
+
 def checksum(tensor: Tensor) -> int:
     """A number that is the same for the same values, and almost certainly another one for others or another order."""
-    flat = tensor.detach().reshape(-1)
-    flat = (flat if flat.is_contiguous() and flat.data_ptr() % 4 == 0 else flat.clone()).view(torch.uint8)
+    flat = as_bytes(tensor)
+    flat = flat if flat.data_ptr() % 4 == 0 else flat.clone()
     size = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
     numbers = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
     weights, total = torch.arange(1, min(_CHUNK, len(numbers)) + 1, device=flat.device), 0

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_asgd import algorithms, compression, protocol
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role, dtype_from_name
+from lightning_asgd.numerics import as_bytes
 from lightning_asgd.stats import Verdict
 from lightning_asgd.validation import Configurable
 
@@ -126,7 +127,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Buffer]:
         if tensor.layout is not torch.strided:
             raise TypeError("it is not one array of numbers")
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return flat, flat.reshape(-1).view(torch.uint8).numpy() if flat.numel() else b""
+        return flat, as_bytes(flat).numpy() if flat.numel() else b""
     except Exception as error:  # what torch raises depends on the kind of tensor
         cause = str(error).partition("\n")[0].rstrip(".")
         raise ProtocolError(

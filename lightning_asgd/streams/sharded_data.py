@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_asgd.numerics import as_bytes
 from lightning_asgd.protocol import UNKNOWN
 from lightning_asgd.worker.random_numbers import RandomNumbers
 
@@ -120,7 +120,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, part: Any) -> Any:
         if not isinstance(part, Tensor):
             return NotImplemented
-        values = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        values = as_bytes(part.cpu())
         return _tensor, (tuple(part.shape), str(part.dtype), hashlib.sha256(values.numpy().data).digest())
 
 

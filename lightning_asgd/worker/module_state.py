@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_asgd.numerics import as_bytes
 from lightning_asgd.worker.collectives import Collectives
 
 __all__ = [
@@ -64,7 +65,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _bytes_of(tensor: Tensor) -> Any:
     try:  # of a copy: NumPy would keep a program from resizing the tensor itself
-        return tensor.clone().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return as_bytes(tensor.clone().resolve_conj().resolve_neg()).numpy()
     except (RuntimeError, TypeError, ValueError):  # a sparse or quantised one, or one without elements
         saved = io.BytesIO()
         torch.save(tensor.clone(), saved)  # pickle alone writes the addresses of a sparse tensor's parts

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_asgd.errors import LayoutMismatchError
 from lightning_asgd.layout import Layout, dense, dtype_from_name
-from lightning_asgd.numerics import is_within_bounds
+from lightning_asgd.numerics import as_bytes, is_within_bounds
 from lightning_asgd.protocol import Rows
 from lightning_asgd.transports.shared_memory import SharedBlock
 from lightning_asgd.worker.device_staging import lane_for
@@ -422,4 +422,4 @@ class Replica:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two vectors are the same, also where they hold NaN."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return torch.equal(as_bytes(one), as_bytes(other))

@@ -195,6 +195,37 @@ def test_the_distance_is_the_norm_of_all_parameters_minus_the_servers_and_touche
     assert same(case.flat(), before)
 
 
+@given(cases(), st.data(), st.booleans())
+def test_what_a_program_changes_is_known_by_name(case: Case, data: st.DataObject, spoilt: bool) -> None:
+    answers = case.answers(100)
+    for shard in answers if spoilt else ():
+        for group in shard:
+            group[:1] = math.nan  # which differs from itself
+    case.replica.adopt(answers)
+    assert case.replica.changed() == []
+    changed = data.draw(st.sets(st.integers(0, len(case.tensors) - 1)))
+    for index in changed:
+        last = (-1,) * case.tensors[index].dim()
+        case.tensors[index][last] = 2.0 if case.tensors[index][last] == 1.0 else 1.0
+    before = case.flat()
+    assert sorted(case.replica.changed()) == sorted(f"p{index}" for index in changed)
+    assert same(case.flat(), before)
+
+
+@pytest.mark.parametrize("algorithm", [ASGD(), Downpour(), EASGD()], ids=lambda a: a.payload.value)
+@pytest.mark.parametrize("park", [False, True])
+def test_weights_of_its_own_that_a_worker_has_parked_are_no_change(algorithm: Algorithm, park: bool) -> None:
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+    layout = build_layout([("a", tensors[0]), ("b", tensors[1])], 1)
+    replica = replica_for(algorithm, layout, [(tensors, 0), (tensors, 1)], [None])
+    replica.adopt([(torch.tensor([5.0, 6.0, 7.0]),)], park=park)
+    assert replica.changed() == []
+    tensors[1].fill_(9.0)
+    assert replica.changed() == ["b"]
+    replica.adopt([(torch.tensor([5.0, 6.0, 9.0]),)], park=park)
+    assert replica.changed() == []
+
+
 @given(cases())
 def test_tensors_stay_where_they_are(case: Case) -> None:
     before = [(t.data_ptr(), t.stride()) for t in case.tensors]

@@ -130,6 +130,34 @@ def test_rows_that_move_without_a_gradient_are_found_within_an_interval() -> Non
     assert torch.equal(weights, parameters["table"])
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_tables_that_a_program_sets_reach_all_workers_whole(shared: bool) -> None:
+    cluster, modules = Cluster(2, workers=2), [module(), module()]
+    workers = [cluster.enter(r, modules[r], shared=shared, tables=("table", "other"), **SETTINGS) for r in range(2)]
+    for rank, worker in enumerate(workers):
+        step(worker, modules[rank], [rank], 1.0)
+        run(worker.flush())
+    for worker in workers:
+        run(worker.fetch())
+        assert worker.changed() == []
+    with torch.no_grad():
+        modules[0]["table"].mul_(-2.0)
+    assert [worker.changed() for worker in workers] == [["table"], []]
+    expected, weights = modules[0]["table"].clone(), [worker.weights() for worker in workers]
+    for worker, mine in zip(workers, weights, strict=True):
+        worker.replace(mine, sends=worker is workers[0])
+    for worker in workers:
+        run(worker.fetch())
+    assert torch.equal(modules[0]["table"], expected)
+    step(workers[0], modules[0], [7], 1.0)
+    for worker in workers:
+        run(worker.flush())
+        run(worker.fetch())
+    expected[7] += 1.0
+    for parameters in modules:
+        assert torch.equal(parameters["table"], expected)
+
+
 def trained(cluster: Cluster) -> torch.Tensor:
     """The table on the only server."""
     session = cluster.services[0].session

@@ -438,6 +438,42 @@ def test_a_shard_that_is_restored_forgets_what_was_aggregated() -> None:
 
 # ---------------------------------------------------------------------- weights of 16 bits
 
+
+def test_weights_that_are_set_replace_those_of_a_shard_and_what_was_aggregated_is_dropped() -> None:
+    def shard_of(weights: Tensors, version: int) -> Shard:
+        shard = Shard(GROUPS, ASGD("sum", transforms=[SoftSync()]))
+        shard.initialise(weights, version)
+        shard.update_members(range(3))
+        return shard
+
+    shard, expected = shard_of(tensors(0), 4), shard_of(tensors(2), 5)
+    shard.exchange(message(worker=0), tensors(1))
+    assert shard.table.count == 1
+    shard.replace(tensors(2))
+    assert same(shard.weights, tensors(2))
+    assert (shard.version, shard.table.count) == (5, 0)
+    for each in (shard, expected):
+        for worker in (1, 2, 0):
+            each.exchange(message(worker=worker, seq=2, base_version=5), tensors(3 + worker))
+    assert same(shard.weights, copies(expected))
+    assert shard.version == 6
+
+
+def test_a_push_from_before_is_known_after_weights_were_set() -> None:
+    shard = new_shard()
+    by_value(shard, tensors(1))
+    shard.replace(tensors(2))
+    assert by_value(shard, tensors(1))[0].verdict is Verdict.REPEATED
+    assert same(shard.weights, tensors(2))
+
+
+def test_weights_that_are_set_must_have_the_form_of_the_shard() -> None:
+    shard = new_shard()
+    with pytest.raises(ProtocolError, match="A shard was sent tensors of"):
+        shard.replace(tensors(2)[:1])
+    assert same(shard.weights, tensors(0))
+
+
 NARROW = ((Role.PARAMETER, "bfloat16", 2),)
 ULP = 2.0**-7  # of 1 in bfloat16
 
@@ -503,9 +539,14 @@ def test_a_snapshot_of_an_earlier_version_kept_everything_in_16_bits() -> None:
     torch.testing.assert_close(*(small_pushes(each, 1, first=3) for each in (again, shard)), rtol=0.01, atol=0)
 
 
-def test_weights_that_replace_a_lost_shards_count_whole() -> None:
-    shard = narrow(ASGD())
+@pytest.mark.parametrize("how", ["restored", "set"])
+def test_weights_that_replace_a_shards_count_whole(how: str) -> None:
+    shard, weights = narrow(ASGD()), (torch.full((2,), 3.0, dtype=torch.bfloat16),)
     small_pushes(shard, 2)
-    shard.resume((torch.full((2,), 3.0, dtype=torch.bfloat16),), 5, {})
+    if how == "restored":
+        shard.resume(weights, 5, {})
+    else:
+        shard.replace(weights)
+        shard.latest_push.clear()
     assert small_pushes(shard, 1) == [3.0, 3.0]
     assert small_pushes(shard, 7, first=1) == [3 + 2 * ULP] * 2

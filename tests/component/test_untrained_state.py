@@ -325,8 +325,9 @@ def test_the_means_and_what_is_short_are_those_that_the_chief_has() -> None:
         torch.ones(2).to(torch.float8_e4m3fn),
         torch.empty(0, 3),
         torch.tensor(True),
+        torch.zeros(4)[::4],
     ],
-    ids=["conjugated", "bfloat16", "float8", "empty", "flag"],
+    ids=["conjugated", "bfloat16", "float8", "empty", "flag", "single"],
 )
 def test_reports_can_be_sent(tensor: Tensor) -> None:
     def sent(value: Any) -> Any:
@@ -341,6 +342,6 @@ def test_reports_can_be_sent(tensor: Tensor) -> None:
         found = got.statistics["v"][1] if value is report else got.statistics["v"]
         for each in (found, got.short["plain"]["a"]):
             assert (each.shape, each.dtype) == (tensor.shape, tensor.dtype)
-            assert bits(each) == bits(tensor.resolve_conj())
+            assert bits(each.reshape(-1)) == b"".join(bits(value) for value in tensor.resolve_conj().reshape(-1))
         rest = {f.name for f in dataclasses.fields(value)} - {"statistics", "short"}
         assert all(getattr(got, name) == getattr(value, name) for name in rest)

@@ -73,6 +73,8 @@ KINDS: dict[str, Any] = {
     "conjugated": lambda: torch.tensor([1 + 2j, -3j]).conj(),
     "empty": lambda: torch.empty(0, 3),
     "strided": lambda: torch.arange(6.0).view(2, 3).t(),
+    "every second": lambda: torch.arange(7.0)[::2],
+    "single": lambda: torch.tensor([[5.0, 6.0], [7.0, 8.0]])[:1, ::2],  # of any stride
     "expanded": lambda: torch.ones(1).expand(4),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "rows": lambda: torch.eye(3).to_sparse_csr(),
