@@ -359,14 +359,13 @@ class LeasedLoop:
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
-    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
-        """Add to a checkpoint the trained part of the present epoch, and the counts of batches.
+    def save(self, entry: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
+        """Add to a checkpoint the trained part of the present epoch.
 
         ``held``: the units whose updates its weights hold, on the chief between two sync points. ``final``: the servers
         answer no more.
         """
         entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held, final=final)
-        self.to_ddp_counters(loops)
 
     @property
     def place(self) -> dict[str, Any] | None:

@@ -47,6 +47,11 @@ class SyncPoints(Extension):  # type: ignore[misc]
         """End the asynchronous phase also if training stopped within an epoch."""
         trainer.strategy.fit_session.sync_point("train end")
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note a checkpoint with optimizer states, before the program's hooks take out what they like."""
+        if trainer.strategy.fit_session is not None:
+            trainer.strategy.fit_session.whole = checkpoint
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let other callbacks save without collectives: the other workers know nothing of the exception."""
         trainer.strategy.go_offline(exception)
