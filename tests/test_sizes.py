@@ -113,7 +113,8 @@ TOOLS = {
 # 160 of the tools are simulated fragments, and caches of relative paths.
 # 270 of the core are flags and masks, shapes that differ between workers, and steps and last batches that go unseen.
 # 30 of the core are checkpoints that programs take entries out of.
-LINES = {"core": 39_590, "engines": 1_104, "tools": 10_040}
+# 75 of the core are files and log rows that are due at steps which worker 0 does not take.
+LINES = {"core": 39_665, "engines": 1_104, "tools": 10_040}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

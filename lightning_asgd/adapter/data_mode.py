@@ -10,6 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.private_names import expected_batches, training_loaders, validates_after
+from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.streams.find import is_streamed
 from lightning_asgd.worker.leased_sampler import LeasedBatches
 
@@ -19,6 +21,7 @@ __all__ = [
     "count_in",
     "place_in_batch",
     "set_length",
+    "steps_of",
     "when_data_are_set_up",
     "why_not_shared",
     "why_split",
@@ -157,3 +160,14 @@ def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[],
     if private_names.combined_loader(trainer) is not None:
         call()
     return undo
+
+
+def steps_of(trainer: Any, config: ExchangeConfig) -> float:
+    """Steps of a fit, where they are asked for; raises a :class:`ConfigurationError` if they are not known then."""
+    steps: float = trainer.estimated_stepping_batches if config.restarted else 0
+    if config.restarted and not 0 < steps < math.inf:
+        raise ConfigurationError(
+            f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "
+            "max_steps=..., or with max_epochs=... and data that have a length."
+        )
+    return steps

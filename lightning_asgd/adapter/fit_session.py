@@ -26,7 +26,7 @@ from lightning_asgd.adapter.checkpointing import (
 )
 from lightning_asgd.adapter.class_trees import looks_at_gradients, rank_zero_warn
 from lightning_asgd.adapter.data_choice import DataChoice
-from lightning_asgd.adapter.data_mode import when_data_are_set_up
+from lightning_asgd.adapter.data_mode import steps_of, when_data_are_set_up
 from lightning_asgd.adapter.engine_signals import requeueing_of
 from lightning_asgd.adapter.fit_messages import FitMessages
 from lightning_asgd.adapter.fixed_split import FixedSplit
@@ -34,13 +34,13 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
+from lightning_asgd.adapter.loop_counters import PassedSteps
 from lightning_asgd.adapter.own_state import OwnState, share_callback_modules
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.private_names import loaded_checkpoint
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.participation import Participation
@@ -104,6 +104,7 @@ class FitSession(Participation):
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.data = (membership.entry.progress or {}).get("data", {})
         self._requeueing = requeueing_of(trainer)
+        self._passed = PassedSteps(trainer, lambda: self._writes_files)
         self._ahead = LookAhead(trainer) if self.tables else None
         self.synchronizer = self._set_up(resume.take_versions())
         self._restore_servers()
@@ -141,7 +142,7 @@ class FitSession(Participation):
         if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints()
         self._share_posterior()
-        self._find_period(_steps_of(trainer, self._config), rank_zero_warn)
+        self._find_period(steps_of(trainer, self._config), rank_zero_warn)
         if isinstance(self._membership, FixedFleet):
             self._membership.publish_chief_state()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
@@ -198,7 +199,7 @@ class FitSession(Participation):
             self._run.begin_epoch()
             self._share_posterior()
             self._trainer.strategy.announce()
-            self._find_period(_steps_of(self._trainer, self._config), rank_zero_warn)
+            self._find_period(steps_of(self._trainer, self._config), rank_zero_warn)
         self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
 
     def note_fetched(self) -> None:
@@ -259,12 +260,14 @@ class FitSession(Participation):
             self._units.step()
         self.synchronizer.count_step(getattr(optimizer, "found_inf", False))
 
-    def after_batch(self) -> None:
+    def after_batch(self, outputs: Any, batch: Any) -> None:
         """Decide what follows a training batch."""
+        self._passed.note_own()
         if not self._module.automatic_optimization and self._unseen.found(self.synchronizer):
             self._count_own_step(None)
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
+        self._passed.write(outputs, batch)
         if self._requeueing.came:
             self._requeueing.handle()
 
@@ -290,7 +293,9 @@ class FitSession(Participation):
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = met.place or mine
-        return replace(together, batches=self.data.count(together.step, together.batches))
+        batches = self.data.count(together.step, together.batches)
+        self._passed.write_at_sync_point(self._collectives)
+        return replace(together, batches=batches)
 
     def end_batch(self) -> None:
         """Nothing: workers decide together at sync points only."""
@@ -298,6 +303,7 @@ class FitSession(Participation):
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
         self._watch_optimizers()
+        self._passed.begin()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
@@ -436,14 +442,3 @@ class FitSession(Participation):
             self.data.save(entry, self.last.held if self.last else self._held, final=self.last is not None)
             self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry
-
-
-def _steps_of(trainer: Any, config: ExchangeConfig) -> float:
-    """Steps of a fit, where they are asked for; raises a :class:`ConfigurationError` if they are not known then."""
-    steps: float = trainer.estimated_stepping_batches if config.restarted else 0
-    if config.restarted and not 0 < steps < math.inf:
-        raise ConfigurationError(
-            f"nsync='restarted' follows from the number of steps, which is {steps}. Expected a Trainer with "
-            "max_steps=..., or with max_epochs=... and data that have a length."
-        )
-    return steps

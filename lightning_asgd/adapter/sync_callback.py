@@ -32,7 +32,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Find out whether this was the last batch before a sync point."""
-        trainer.strategy.fit_session.after_batch()
+        trainer.strategy.fit_session.after_batch(outputs, batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Have all workers validate the same weights."""
