@@ -113,7 +113,9 @@ TOOLS = {
 # 160 of the tools are simulated fragments, and caches of relative paths.
 # 270 of the core are flags and masks, shapes that differ between workers, and steps and last batches that go unseen.
 # 390 of the core are buffers by one rule, means of running statistics, and weights that programs set.
-LINES = {"core": 39_950, "engines": 1_104, "tools": 10_040}
+# 30 of the core are checkpoints that programs take entries out of.
+# 75 of the core are files and log rows that are due at steps which worker 0 does not take.
+LINES = {"core": 40_100, "engines": 1_104, "tools": 10_100}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

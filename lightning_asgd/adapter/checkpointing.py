@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ __all__ = [
     "checkpoint_states",
     "entry_of",
     "follow_progress",
+    "left_in",
     "progress_in",
     "progress_of",
     "read_tables",
     "remove_tables",
     "restart_epochs",
     "save_on_exception",
+    "states_in",
     "tables_saved",
 ]
 
@@ -79,6 +81,13 @@ class Resumption:
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
         return mine
+
+    def keep_for(self, checkpoint: Mapping[str, Any] | None) -> None:
+        """Keep what a fit resumes from that begins with a checkpoint, as a program has left it; or with none."""
+        if not checkpoint:
+            self.forget()
+        elif "loops" not in left_in(checkpoint):  # it begins with the first epoch
+            self.data = {}
 
     def forget(self) -> None:
         """Forget what was read: it is not for the next fit, or no longer."""
@@ -178,15 +187,26 @@ def _beside(checkpoint: Any) -> Path:
     return Path(f"{os.path.realpath(checkpoint)}.tables")
 
 
+def left_in(checkpoint: Mapping[str, Any]) -> set[str]:
+    """What a program has left in a checkpoint of the entries that a fit resumes from."""
+    return {key for key in ("optimizer_states", "lr_schedulers", "loops") if checkpoint.get(key)}
+
+
+def states_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's optimizer and scheduler states in a checkpoint, on the CPU."""
+    mine = {key: checkpoint[key] for key in left_in(checkpoint) - {"loops"}}
+    return dict(apply_to_collection(mine, Tensor, lambda t: t.detach().cpu()))
+
+
 def entry_of(
-    versions: Sequence[int], algorithm: str, servers: Sequence[Any], workers: Mapping[int, Any]
+    versions: Sequence[int], algorithm: str, servers: Sequence[Any], workers: Mapping[int, Any], left: Collection[str]
 ) -> dict[str, Any]:
-    """What worker 0 puts under :data:`KEY`."""
+    """What worker 0 puts under :data:`KEY`; ``left`` says which of the workers' states."""
     return {
         "versions": list(versions),
         "algorithm": algorithm,
         "servers": list(servers),
-        "workers": {rank: state for rank, state in workers.items() if rank != 0},
+        "workers": {r: {k: v for k, v in state.items() if k in left} for r, state in workers.items() if r != 0},
     }
 
 
@@ -257,7 +277,7 @@ def progress_of(trainer: Any) -> dict[str, Any]:
 def progress_in(trainer: Any) -> dict[str, Any] | None:
     """The same from the checkpoint that a fit is about to begin with; None without one."""
     checkpoint = private_names.loaded_checkpoint(trainer)
-    if not checkpoint or "optimizer_states" not in checkpoint:
+    if not checkpoint or "optimizer_states" not in checkpoint or "loops" not in left_in(checkpoint):
         return None
     names = ("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks", "lr_schedulers")
     states = [state["param_groups"] for state in checkpoint["optimizer_states"]]
@@ -287,7 +307,7 @@ def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
     private_names.loaded_checkpoint.set(trainer, progress or {})
     if progress is not None:
         private_names.load_callback_states(trainer)()
-        for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=True):
+        for optimizer, groups in zip(trainer.optimizers, progress["groups"], strict=False):  # a program's may be empty
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update({n: _like(group.get(n), v) for n, v in settings.items() if n not in _OF_THE_DEVICE})
 

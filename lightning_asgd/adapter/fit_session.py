@@ -20,10 +20,12 @@ from lightning_asgd.adapter.checkpointing import (
     checkpoint_states,
     entry_of,
     follow_progress,
+    left_in,
     progress_in,
     progress_of,
+    states_in,
 )
-from lightning_asgd.adapter.class_trees import apply_to_collection, looks_at_gradients, rank_zero_warn
+from lightning_asgd.adapter.class_trees import looks_at_gradients, rank_zero_warn
 from lightning_asgd.adapter.data_choice import DataChoice
 from lightning_asgd.adapter.data_mode import when_data_are_set_up
 from lightning_asgd.adapter.engine_signals import requeueing_of
@@ -33,7 +35,7 @@ from lightning_asgd.adapter.joint_decisions import JointDecisions, when_epochs_e
 from lightning_asgd.adapter.last_checkpoint import LastState
 from lightning_asgd.adapter.leased_loop import LeasedLoop
 from lightning_asgd.adapter.look_ahead import LookAhead
-from lightning_asgd.adapter.loop_counters import steps_of_fit
+from lightning_asgd.adapter.loop_counters import PassedSteps, steps_of_fit
 from lightning_asgd.adapter.partitioned_caches import PartitionedCaches
 from lightning_asgd.adapter.private_names import loaded_checkpoint
 from lightning_asgd.adapter.sync_callback import SyncPoints, is_monitored
@@ -93,16 +95,17 @@ class FitSession(Participation):
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
         self._trainer, self._resume = trainer, resume
         self.last: LastState | None = None  # set when the main process is gone
+        self.whole: dict[str, Any] | None = None  # a checkpoint with optimizer states that Lightning makes
         waits = config.algorithm.lockstep and not membership.comes_and_goes
         self._messages = FitMessages(trainer, membership, config, self._waited)
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
         self._caches = PartitionedCaches(trainer, membership)
-        if membership.entry is not None or not loaded_checkpoint(trainer):  # what was read is not for this fit
-            resume.forget()
+        resume.keep_for(None if membership.entry is not None else loaded_checkpoint(trainer))
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.data = (membership.entry.progress or {}).get("data", {})
         self._requeueing = requeueing_of(trainer)
+        self._passed = PassedSteps(trainer, lambda: self._writes_files)
         self._ahead = LookAhead(trainer) if self.tables else None
         self.synchronizer = self._set_up(resume.take_versions())
         self._restore_servers()
@@ -261,12 +264,14 @@ class FitSession(Participation):
             self._units.step()
         self.synchronizer.count_step(getattr(optimizer, "found_inf", False))
 
-    def after_batch(self) -> None:
+    def after_batch(self, outputs: Any, batch: Any) -> None:
         """Decide what follows a training batch."""
+        self._passed.note_own()
         if not self._module.automatic_optimization and self._unseen.found(self.synchronizer):
             self._count_own_step(None)
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
+        self._passed.write(outputs, batch)
         if self._requeueing.came:
             self._requeueing.handle()
         self._changes.note(self.synchronizer)
@@ -297,7 +302,9 @@ class FitSession(Participation):
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = met.place or mine
-        return replace(together, batches=self.data.count(together.step, together.batches))
+        batches = self.data.count(together.step, together.batches)
+        self._passed.write_at_sync_point(self._collectives)
+        return replace(together, batches=batches)
 
     def end_batch(self) -> None:
         """Nothing: workers decide together at sync points only."""
@@ -307,6 +314,7 @@ class FitSession(Participation):
         self._watch_optimizers()
         if not self.in_search:
             self._take_set_weights()
+        self._passed.begin()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
@@ -433,17 +441,17 @@ class FitSession(Participation):
         return self.synchronizer.caught_up if alone else None
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint what a fit needs to resume, with every worker's optimizers and schedulers.
+        """Add to a checkpoint, unless of weights only, what a fit needs to resume, and every worker's optimizers.
 
-        In the asynchronous phase the others are not asked: they resume with the chief's.
+        In the asynchronous phase the others are not asked. What is taken out on the chief is left out for all.
         """
-        mine = {key: checkpoint[key] for key in ("optimizer_states", "lr_schedulers")}
-        mine = apply_to_collection(mine, Tensor, lambda t: t.detach().cpu())
-        workers = self._membership.gather_optimizer_states(mine)
-        is_writer = self._trainer.is_global_zero
-        servers = self.last.servers if self.last else self.synchronizer.state() if is_writer else []
-        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers)
-        if is_writer:
-            held = self.last.held if self.last else self._held
-            self.data.save(entry, checkpoint["loops"]["fit_loop"], held, final=self.last is not None)
+        if checkpoint is not self.whole:
+            return
+        left = left_in(checkpoint) if self._trainer.is_global_zero else set()
+        workers = self._membership.gather_optimizer_states(states_in(checkpoint))
+        servers = (self.last.servers if self.last else self.synchronizer.state()) if "optimizer_states" in left else []
+        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers, left)
+        if "loops" in left:
+            self.data.save(entry, self.last.held if self.last else self._held, final=self.last is not None)
+            self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

@@ -147,7 +147,7 @@ class FixedSplit:
         """Whether the others have trained and pushed all is not known."""
         return False
 
-    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Any, *, final: bool = False) -> None:
+    def save(self, entry: dict[str, Any], held: Any, *, final: bool = False) -> None:
         """Lightning's own checkpoint holds how far an epoch is."""
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:

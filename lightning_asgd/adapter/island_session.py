@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
+from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of, left_in
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.joint_decisions import Sigterm
 from lightning_asgd.config import ExchangeConfig
@@ -108,10 +108,17 @@ class IslandSession(FitSession):
 
         Between two sync points the weights hold what the island fetched last, and its own steps.
         """
-        held = None
+        if checkpoint is not self.whole:
+            return
+        self.whole, held = None, None
+        left = self._group.share(lambda: left_in(checkpoint))  # a program may differ between processes
         if self._collectives.phase is Phase.ASYNC:
             epoch, done = self.synchronizer.caught_up
             held = epoch, done or ()
-        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, self.synchronizer.state(), {})
-        self.data.save(entry, checkpoint["loops"]["fit_loop"], held)
+        servers = self.synchronizer.state() if "optimizer_states" in left else []
+        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, {}, left)
+        if "loops" in left:
+            self.data.save(entry, held)
+        if "loops" in left_in(checkpoint):
+            self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

@@ -291,7 +291,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             return
         if not self._membership.writes():
             return
-        if self.fit_session is not None and "optimizer_states" in checkpoint:
+        if self.fit_session is not None:
             self.fit_session.complete(checkpoint)
         if is_last(self.lightning_module.trainer, filepath):  # type: ignore[attr-defined]
             self._membership.publish_chief_state()  # if the island ends meanwhile, the next chief replaces the file

@@ -30,7 +30,6 @@ from lightning_asgd.adapter.loop_counters import (
     count_steps,
     set_global_step,
     show_expected,
-    steps_to_next_mark,
     sync_intervals,
     tell_last,
     validation_marks,
@@ -359,14 +358,13 @@ class LeasedLoop:
         if self._steps_kept is not None:
             self.trainer.accumulate_grad_batches, self._steps_kept = self._steps_kept, None
 
-    def save(self, entry: dict[str, Any], loops: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
-        """Add to a checkpoint the trained part of the present epoch, and the counts of batches.
+    def save(self, entry: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
+        """Add to a checkpoint the trained part of the present epoch.
 
         ``held``: the units whose updates its weights hold, on the chief between two sync points. ``final``: the servers
         answer no more.
         """
         entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held, final=final)
-        self.to_ddp_counters(loops)
 
     @property
     def place(self) -> dict[str, Any] | None:
@@ -432,11 +430,11 @@ class LeasedLoop:
         if self._interval_done:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
-        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - 1)
+        unit = max(1, round(per_batch))  # hooks see no number between the steps of one batch
+        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - unit)
         # Estimates fluctuate; a worker as fast as the others should see every step.
         meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
-        ahead = min(target - self._global_step, max(1, math.ceil(meanwhile)))
-        return self._global_step + steps_to_next_mark(self.trainer, self._global_step, ahead)
+        return self._global_step + max(0, min(target - self._global_step, unit * math.ceil(meanwhile / unit)))
 
     def _catch_up(self) -> None:
         """Count the steps that the others have made in an epoch during which this worker joins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from lightning_asgd.adapter import private_names
@@ -14,25 +14,32 @@ from lightning_asgd.adapter.private_names import (
     batch_in_epoch,
     batches_begun,
     expected_batches,
+    first_batch_flag,
+    is_a,
     last_batch_flag,
+    latest_batch,
+    log_row,
     logged_step,
     manual_steps,
+    rate_monitor,
     rich_bar,
     rich_task,
+    steps_between_checkpoints,
     tqdm_bar,
 )
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.worker.collectives import Collectives, Phase
 
 __all__ = [
     "NEVER",
     "BatchSchedules",
+    "PassedSteps",
     "count_batches",
     "count_steps",
     "set_global_step",
     "show_expected",
     "steps_of_fit",
-    "steps_to_next_mark",
     "sync_intervals",
     "tell_last",
     "validation_marks",
@@ -186,18 +193,6 @@ class BatchSchedules:
             config.frequency = self._frequencies.get(id(config), config.frequency)
 
 
-def steps_to_next_mark(trainer: Any, step: int, ahead: int) -> int:
-    """How many of the steps ahead to count at once; at least 0.
-
-    A slow worker's count advances in leaps, which must not skip the steps at which loggers and checkpoints act.
-    """
-    every = [trainer.log_every_n_steps if trainer.loggers else 0]
-    every += [private_names.steps_between_checkpoints.of(callback) for callback in trainer.checkpoint_callbacks]
-    target = step + ahead
-    marks = [target - target % n for n in every if n and n > ahead]
-    return max(0, min([target, *(mark for mark in marks if mark > step)]) - step)
-
-
 def set_global_step(trainer: Any, step: int, before: int) -> None:
     """Set ``trainer.global_step``, which was ``before``, and the loggers' step."""
     count_steps(trainer, step)
@@ -216,3 +211,71 @@ def steps_of_fit(trainer: Any, config: ExchangeConfig) -> float:
             "max_steps=..., or with max_epochs=... and data that have a length."
         )
     return steps
+
+
+class PassedSteps:
+    """Steps that a worker's count passes in a fit, since others take them: the chief writes what is due there.
+
+    Lightning's checkpoint callbacks, loggers and ``LearningRateMonitor`` act at multiples of their own numbers. A slow
+    worker's count advances in leaps, and any worker's may where an epoch ends. ``writes``: whether this worker does.
+    """
+
+    def __init__(self, trainer: Any, writes: Callable[[], bool]) -> None:
+        self._trainer, self._writes = trainer, writes
+        self._shown = self._own = 0  # the number of steps that hooks have seen, and those of the latest batch
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._shown = self._trainer.global_step
+
+    def note_own(self) -> None:
+        """A batch has been trained, and Lightning has counted its steps."""
+        self._own = self._trainer.global_step - self._shown
+
+    def write(self, outputs: Any, batch: Any) -> None:
+        """Write what is due, before hooks see the latest number after that batch: rows are in the order of steps."""
+        self._write(outputs, batch, shows=True)
+
+    def write_at_sync_point(self, collectives: Collectives) -> None:
+        """Write what is due at steps that others have taken. No hook sees the latest number."""
+        phase, collectives.phase = collectives.phase, Phase.OFFLINE  # the others may have nothing to write
+        try:
+            self._write(None, None, shows=False)
+        finally:
+            collectives.phase = phase
+
+    def _write(self, *trained: Any, shows: bool) -> None:
+        trainer, before, stride = self._trainer, self._shown, max(1, self._own)
+        now = self._shown = trainer.global_step
+        passed = range(before + stride, now + 1, stride)
+        if not passed or (passed[0] == now and shows and self._own) or not self._writes():
+            return
+        logged = logged_step(trainer)
+        try:
+            for step in passed:
+                count_steps(trainer, step)
+                logged_step.set(trainer, step - 1)
+                unseen = step < now or not shows
+                self._act(trained, saves=unseen, logs=unseen or not self._own, rates=step > before + 1 or not shows)
+        finally:
+            count_steps(trainer, now)
+            logged_step.set(trainer, logged)
+
+    def _act(self, trained: tuple[Any, Any], *, saves: bool, logs: bool, rates: bool) -> None:
+        """Have Lightning's callbacks and loggers act at a step: ``logs`` its metrics, ``rates`` its learning rates."""
+        trainer, (outputs, batch) = self._trainer, trained
+        about, step, number = (trainer, trainer.lightning_module), trainer.global_step, latest_batch(trainer)
+        for callback in trainer.checkpoint_callbacks if saves else ():
+            every = steps_between_checkpoints.of(callback)
+            if every and step % every == 0:
+                callback.on_train_batch_end(*about, outputs, batch, number)
+        if not trainer.loggers or step % max(1, trainer.log_every_n_steps):
+            return
+        for callback in trainer.callbacks if rates else ():
+            if is_a(callback, rate_monitor):
+                callback.on_train_batch_start(*about, batch, number)
+        if logs and first_batch_flag(trainer) is not None:  # it has trained a batch
+            last = last_batch_flag(trainer)
+            last_batch_flag.set(trainer, True)  # else nothing is logged within a step of several batches
+            log_row(trainer)()
+            last_batch_flag.set(trainer, last)

@@ -19,10 +19,8 @@ from typing import Any
 OLDEST, LATEST, BELOW = "2.5.0", "2.6.6", "2.7"
 """The oldest and latest release that these names were checked in, and the first release that is not supported."""
 
-# Kinds of names.
+# Kinds of names, and what they are used for.
 MODULE, CLASS, INSTANCE, SIGNATURE = "module", "class attribute", "instance attribute", "signature"
-
-# What names are used for.
 STARTING = "start workers"
 TAKING = "be taken by a Trainer"
 STEPS = "count steps as all workers do"
@@ -186,6 +184,7 @@ last_saved = Name(f"{_SAVER}._last_checkpoint_saved", INSTANCE, SAVING, otherwis
 last_step_saved = Name(f"{_SAVER}._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
 save_deferred = Name(f"{_SAVER}._defer_save_until_validation", INSTANCE, SAVING, otherwise="no save is deferred")
 steps_between_checkpoints = Name(f"{_SAVER}._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed")
+rate_monitor = Name("callbacks:LearningRateMonitor", MODULE, LOGGING)
 accumulation_in = Name(
     *("callbacks:GradientAccumulationScheduler.get_accumulate_grad_batches(epoch)", SIGNATURE, LEASES),
     otherwise="the value of the previous epoch is used",
@@ -203,6 +202,7 @@ may_replace_samplers = Name("_accelerator_connector.use_distributed_sampler", IN
 validates_after = Name("val_check_batch", INSTANCE, LEASES, since="2.6.0", changed="2.6.0: at once, may be None")
 validation_interval_s = Name("_val_check_time_interval", INSTANCE, LEASES, since="2.6.0", otherwise="clocks are missed")
 schedules = Name("lr_scheduler_configs", INSTANCE, LEASES)
+log_row = Name("_logger_connector.update_train_step_metrics()", SIGNATURE, LOGGING)
 first_batch_flag = Name("_logger_connector._first_loop_iter", INSTANCE, MEETING)
 sigterm_came = Name("_signal_connector.received_sigterm", INSTANCE, SIGNALS)
 note_sigterm = Name("_signal_connector._sigterm_notifier_fn(signum)", SIGNATURE, SIGNALS, changed="2.5.2")

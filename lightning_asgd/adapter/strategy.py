@@ -419,7 +419,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         chief = None
         while chief != self.collectives.chief:  # else it died before it had written the checkpoint
             chief = self.collectives.chief
-            if self.fit_session is not None and "optimizer_states" in checkpoint:
+            if self.fit_session is not None:
                 self.fit_session.complete(checkpoint)
             if self._membership is not None and is_last(self.lightning_module.trainer, filepath):
                 self._membership.publish_chief_state()  # if this worker dies now, the next chief replaces the file
@@ -429,6 +429,8 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
                 self._membership.publish_chief_state()
                 if self._membership.another_chief:
                     self.collectives.barrier("checkpoint")
+        if self.fit_session is not None:
+            self.fit_session.whole = None
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""

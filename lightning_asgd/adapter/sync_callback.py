@@ -32,7 +32,7 @@ class SyncPoints(Extension):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Find out whether this was the last batch before a sync point."""
-        trainer.strategy.fit_session.after_batch()
+        trainer.strategy.fit_session.after_batch(outputs, batch)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Have all workers validate the same weights."""
@@ -46,6 +46,11 @@ class SyncPoints(Extension):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the asynchronous phase also if training stopped within an epoch."""
         trainer.strategy.fit_session.sync_at_train_end()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note a checkpoint with optimizer states, before the program's hooks take out what they like."""
+        if trainer.strategy.fit_session is not None:
+            trainer.strategy.fit_session.whole = checkpoint
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let other callbacks save without collectives: the other workers know nothing of the exception."""

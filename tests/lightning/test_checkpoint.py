@@ -326,7 +326,7 @@ def test_a_search_within_a_fit_gives_back_what_the_servers_kept(tmp_path: Path) 
 
 
 def test_what_a_checkpoint_leaves_out_is_not_taken_from_one_that_was_read_before() -> None:
-    resume, entry = Resumption(), entry_of([5], "ASGD", [[["momentum"]]], {1: {"lr": 2}})
+    resume, entry = Resumption(), entry_of([5], "ASGD", [[["momentum"]]], {1: {"lr": 2}}, ["lr"])
     assert resume.read({KEY: {**entry, "data": {"epoch": 1}}}, 1, "ASGD", 1) == {"lr": 2}
     assert (resume.versions, resume.servers, resume.data) == ([5], [[["momentum"]]], {"epoch": 1})
     assert resume.read({}, 1, "ASGD", 1) == {}

@@ -14,6 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.checkpointing import KEY
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import release
@@ -131,9 +132,25 @@ class Peeks(Net):
             self.net(torch.zeros(1, 8))
 
 
+class TakesOut(Net):
+    """Takes entries out of its checkpoints on one process alone."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 0 and batch_idx == 2:
+            for self.process in (0, 1):
+                self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"without{self.process}.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if torch.distributed.get_rank() == getattr(self, "process", None):
+            for key in ("optimizer_states", "lr_schedulers", "loops"):
+                del checkpoint[key]
+
+
 STOPPING = (StopsLater, StopsAtOnce, AllStop, StopsAfterLastBatch, GetsSigterm)
 FAILING = (FailsAlone, AllFail)
-KINDS = {kind.__name__: kind for kind in (*STOPPING, *FAILING, Experts, SkipsSteps, SkipsLastStep, Still, Peeks)}
+KINDS = {
+    kind.__name__: kind for kind in (*STOPPING, *FAILING, Experts, SkipsSteps, SkipsLastStep, Still, Peeks, TakesOut)
+}
 
 
 def train(*about: Any, **more: Any) -> None:
@@ -215,6 +232,14 @@ def test_processes_that_fail_together_save(start: Any, tmp_path: Path) -> None:
     for rank in (0, 1):
         assert "ValueError: no more memory" in ends_with(started, "a", rank)
     assert (tmp_path / "saved.ckpt").exists()
+
+
+def test_a_process_takes_entries_out_of_checkpoints(start: Any, tmp_path: Path) -> None:
+    start("a", "TakesOut", "DDP", epochs=1).results("a")
+    first, second = (torch.load(tmp_path / f"without{process}.ckpt", weights_only=True) for process in (0, 1))
+    assert "loops" not in first
+    assert "data" not in first[KEY]
+    assert second[KEY]["data"]["done"]
 
 
 def test_gradients_are_found_where_a_forward_has_gathered_sharded_parameters(start: Any) -> None:

@@ -1,0 +1,127 @@
+"""Files and rows that are due at steps which worker 0's count passes, since another worker takes them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_asgd import ASGDStrategy, Timeouts
+from tests.lightning.models import loader
+
+BOTH = ("pytorch_lightning", "lightning.pytorch")
+STEPS = 22  # of an epoch, of each of two equal workers
+
+
+def program(package: str, folder: Path, slow: int, steps_of_a_batch: int = 1, **options: Any) -> dict[str, Any]:
+    """Fit with worker ``slow`` ten times slower. Returns the steps of files and rows."""
+    pl = importlib.import_module(package)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+            self.automatic_optimization = steps_of_a_batch == 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.03 if self.global_rank == slow else 0.003)
+            x, y = batch
+            loss = nn.functional.mse_loss(self.net(x), y)
+            self.log("loss", loss)
+            if not self.automatic_optimization:
+                loss.backward()
+                for _ in range(steps_of_a_batch):
+                    self.optimizers().step()
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            options.get("stop", lambda *_: None)(self, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    class Saver(pl.callbacks.ModelCheckpoint):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert len(batch) == 2
+            super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+    class Rows(pl.loggers.CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if pl.utilities.rank_zero_only.rank == 0:
+                kind = next((name for name in metrics if name.startswith(("loss", "lr"))), None)
+                with (folder / "rows.jsonl").open("a") as file:
+                    print(json.dumps([kind, step]), file=file)
+
+    every = options.get("every", (4, 3, 5))
+    savers = [Saver(folder / f"every{n}", f"{n}-{{step}}", save_top_k=-1, every_n_train_steps=n) for n in every[:2]]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ASGDStrategy(
+            nsync=3,
+            start_method="fork",
+            data=options.get("data", "leases"),
+            timeouts=Timeouts(collective_s=20.0),
+            monitor=False,
+        ),
+        callbacks=[*savers, pl.callbacks.LearningRateMonitor("step")],
+        logger=Rows(folder),
+        log_every_n_steps=every[2],
+        accumulate_grad_batches=options.get("accumulate", 1),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=2,
+        default_root_dir=str(folder),
+    )
+    trainer.fit(Module(), loader(2 * STEPS * 8))
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    files = {n: sorted(int(file.stem.split("=")[1]) for file in (folder / f"every{n}").iterdir()) for n in every[:2]}
+    kinds = {kind: [step for each, step in rows if each == kind] for kind in ("loss", "lr-SGD")}
+    return {"files": files, "rows": kinds}
+
+
+def multiples(n: int, last: int, first: int = 0) -> list[int]:
+    return [step for step in range(n, last + 1, n) if step > first]
+
+
+@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_each_file_and_row_is_written_once(tmp_path: Path, package: str, slow: int) -> None:
+    found = program(package, tmp_path, slow)
+    assert found["files"] == {n: multiples(n, 2 * STEPS) for n in (4, 3)}
+    rows = [step - 1 for step in multiples(5, 2 * STEPS)]
+    assert found["rows"]["loss"] == rows
+    assert sorted(set(found["rows"]["lr-SGD"])) == rows  # a fast worker logs one again
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_within_steps_of_several_batches(tmp_path: Path, package: str) -> None:
+    found = program(package, tmp_path, 0, accumulate=2)
+    assert found["files"] == {n: multiples(n, STEPS) for n in (4, 3)}
+    assert found["rows"]["loss"] == [step - 1 for step in multiples(5, STEPS)]
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_batches_of_several_steps_are_not_divided(tmp_path: Path, package: str) -> None:
+    """As on one device, where a batch of two optimizer steps shows hooks every second number only."""
+    found = program(package, tmp_path, 0, steps_of_a_batch=2)
+    assert found["files"] == {4: multiples(4, 4 * STEPS), 3: multiples(6, 4 * STEPS)}
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_steps_that_others_have_taken_where_they_stop(tmp_path: Path, package: str) -> None:
+    def stop(module: Any, batch_idx: int) -> None:
+        if module.global_rank == 1 and batch_idx == 18:
+            module.trainer.should_stop = True
+
+    found = program(package, tmp_path, 0, stop=stop, every=(1, 2, 1))
+    last = found["files"][1][-1]
+    assert 8 <= last < STEPS
+    assert found["files"] == {n: multiples(n, last) for n in (1, 2)}
+    assert found["rows"]["loss"] == list(range(last))
