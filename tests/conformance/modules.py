@@ -231,7 +231,7 @@ def batch_norm(lab: Lab) -> Any:
     GROUP,
     "`sync_batchnorm=True`",
     note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
-    "workers. Each normalises by its own batches. The statistics are averaged at sync points. DDP runs it on GPUs only.",
+    "workers. Each normalises by its own batches. Statistics are averaged at sync points. DDP runs it on GPUs only.",
     differs=("layers",),
     ddp=False,
 )
