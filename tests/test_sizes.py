@@ -115,7 +115,8 @@ TOOLS = {
 # 390 of the core are buffers by one rule, means of running statistics, and weights that programs set.
 # 30 of the core are checkpoints that programs take entries out of.
 # 75 of the core are files and log rows that are due at steps which worker 0 does not take.
-LINES = {"core": 40_100, "engines": 1_104, "tools": 10_100}
+# 280 of the core are samplers with orders of their own: one order for all, also for those that join, and refusals.
+LINES = {"core": 40_380, "engines": 1_104, "tools": 10_100}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -215,8 +215,7 @@ loop_states = Name("_checkpoint_connector._get_loops_state_dict()", SIGNATURE, S
 
 def is_between_epochs(loops: dict[str, Any]) -> bool:
     """Whether a checkpoint was written between two epochs. ``loops`` is the fit loop's state in it."""
-    epochs = loops["epoch_progress"]["current"]
-    return len({epochs[stage] for stage in ("ready", "started", "processed", "completed")}) == 1
+    return len({*map(loops["epoch_progress"]["current"].get, ("ready", "started", "processed", "completed"))}) == 1
 
 
 # ---------------------------------------------------------------------- the fit loop: epochs and their data
@@ -255,10 +254,8 @@ def replace_combined(trainer: Any, combined: Any) -> None:
 
 def deals_samples_out(sampler: Any) -> bool:
     """Whether a sampler is torch's ``DistributedSampler``, or Lightning's wrapper around a user's sampler."""
-    from lightning_asgd.worker.leased_sampler import is_known  # it loads torch, which the command line does without
-
-    kind = type(sampler)
-    return kind.__name__ in ("DistributedSampler", sampler_wrapper.attribute) and is_known(kind)
+    kinds = "torch.utils.data.distributed.DistributedSampler", sampler_wrapper.path.replace(":", ".")
+    return f"{type(sampler).__module__}.{type(sampler).__name__}".endswith(kinds)
 
 
 def replace_batch_sampler(loader: Any, sampler: Any) -> None:

@@ -188,8 +188,10 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
 
     def _report_losses(self) -> None:
         """Name the workers whose processes have failed, unless the chief knew of them when it summed up its fit."""
-        lost = self.strategy.stats.lost_workers
-        late = {w.rank: w.process.exitcode for w in self.processes if w.process.exitcode and w.rank not in lost}
+        lost, watch = self.strategy.stats.lost_workers, supervisor.ensure_watch()
+        failed = [w for w in self.processes if w.process.exitcode]
+        watch.refused |= {w.rank: w.process.exitcode for w in failed if watch.noted_excuse(w.process.pid) is False}
+        late = {w.rank: w.process.exitcode for w in failed if w.rank not in lost}
         if late:
             each = "".join(f"\n  worker {rank}: its process ended with exit code {c}" for rank, c in late.items())
             log.warning("%d of %d workers were lost:%s", len(late), len(self.processes), each)

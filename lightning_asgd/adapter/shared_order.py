@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter.private_names import expected_batches, may_replace_samplers, validates_after
+from lightning_asgd.adapter.private_names import (
+    expected_batches,
+    may_replace_samplers,
+    sampler_wrapper,
+    validates_after,
+)
 from lightning_asgd.loop.elastic_run import AnyFleet
 from lightning_asgd.worker.common_order import CommonOrder
 from lightning_asgd.worker.leased_sampler import own_samplers
@@ -41,7 +46,8 @@ class SharedOrder:
     def _agreed(self, number: int) -> tuple[list[str], CommonOrder]:
         if self._latest is None or self._latest[0] != number:
             made, mine = self._draw(number)
-            samplers = list(dict.fromkeys(name for each in made for name in own_samplers(each)))
+            own = dict.fromkeys(name for each in made for name in own_samplers(each))
+            samplers = [name for name in own if name != sampler_wrapper.attribute]
             found = self._membership.common_order(f"{self._membership.session}/{number}", samplers, mine)
             if found.differs:  # so may the lengths
                 for count in (expected_batches, validates_after):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.errors import ConfigurationError, LayoutMismatchError, ProtocolError
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
@@ -37,6 +38,7 @@ __all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle
 log = logging.getLogger(__name__)
 
 _TRACEBACK_LINES = 20
+_REFUSALS = ConfigurationError, LayoutMismatchError, ProtocolError  # of a worker that does not fit the others
 
 
 class Fleet:
@@ -247,7 +249,7 @@ class Fleet:
         what, details = self._failure(error)
         self.client.leave(what, details=details)
         if not self._policy.abort and rank_variables.main_process() in (None, os.getppid()):
-            self._job.excuse(self.rank)
+            self._job.note_failure(self.rank, excused=not isinstance(error, _REFUSALS))
 
     def _failure(self, error: BaseException) -> tuple[str, str]:
         """What the others learn of an error in this process, and its last lines."""

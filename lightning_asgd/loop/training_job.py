@@ -434,8 +434,8 @@ class TrainingJob:
         if self.hosts is not None and not job_address.agent_hosts():
             job_address.point_to(self.hosts, self.program)
 
-    def excuse(self, rank: int) -> None:
-        """Report to the main process that a worker fails within a fit that continues without it."""
-        if self.address is not None and not self.attaches and rank:
+    def note_failure(self, rank: int, *, excused: bool) -> None:
+        """Report to the main process that a worker fails in a fit that continues, and whether that is no failure."""
+        if self.address is not None and not self.attaches and (rank or rank_variables.main_process() is not None):
             with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, STOP_S) as rendezvous:
-                rendezvous.put(supervisor.excuse_of(os.getpid()), True)  # unless the main process is gone
+                rendezvous.put(supervisor.excuse_of(os.getpid()), excused)  # unless the main process is gone

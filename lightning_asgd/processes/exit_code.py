@@ -53,8 +53,8 @@ def exit_with(failed: Mapping[int, int]) -> None:
     _last = _Last(code)
     for rank, each in failed.items():
         log.error(
-            "Worker %d ended with exit code %d, and no fit continued without it: this process ends with exit code %d. "
-            "See the worker's output.",
+            "Worker %d ended with exit code %d. It was refused, or no fit continued without it: this process ends with "
+            "exit code %d. See the worker's output.",
             rank,
             each,
             code,

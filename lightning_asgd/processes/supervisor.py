@@ -75,6 +75,8 @@ class Supervisor:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[str | int] = set()  # keys of servers, and ranks, whose end was noticed
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
+        self.refused: dict[int, int] = {}
+        """Exit codes of workers that were refused, and that another launcher watches over."""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._former: Supervisor | None = None
         self._closing = threading.Event()
@@ -115,6 +117,7 @@ class Supervisor:
         self._exits = [each for each in former._exits if not former.has_returned(each["worker"])]
         self._ended = {*former._ended} & former._workers.keys()
         self._excused |= former._excused
+        self.refused |= former.refused
         for rank, process in former._workers.items():
             self.add_worker(rank, process)
         self._former = former  # whose reaper would end the workers if it was gone
@@ -156,14 +159,17 @@ class Supervisor:
     def failures(self) -> dict[int, int]:
         """Wait for the workers to end. Returns the exit codes of those that have failed without an excuse, by rank."""
         failed = exit_code.failures(self._workers)
-        return {rank: code for rank, code in failed.items() if rank not in self._excused and not self._is_excused(rank)}
+        return {**self.refused, **{rank: code for rank, code in failed.items() if not self._is_excused(rank)}}
 
     def _is_excused(self, rank: int) -> bool:
-        """Whether a worker has noted that it failed within a fit that continues without it."""
-        key = excuse_of(self._workers[rank].pid)
+        noted = self.noted_excuse(self._workers[rank].pid)
+        return rank in self._excused if noted is None else noted
+
+    def noted_excuse(self, pid: int) -> bool | None:
+        """Whether a worker has noted that its failure is none of the script; None if it has noted nothing."""
         with contextlib.suppress(RuntimeError):  # of the rendezvous
-            return self.rendezvous is not None and self.rendezvous.peek(key) is not None
-        return False
+            return None if self.rendezvous is None else self.rendezvous.peek(excuse_of(pid))
+        return None
 
     def on_worker_exit(self, callback: Callable[[int, int, int], None] | None) -> None:
         """Have ``callback(rank, process number, exit code)`` called, from another thread, when a worker ends."""
@@ -352,7 +358,7 @@ _current: Supervisor | None = None
 
 
 def excuse_of(pid: int) -> str:
-    """The rendezvous key under which a worker notes that it failed within a fit that continues without it."""
+    """The rendezvous key under which a worker that fails in a fit notes whether that is no failure of the script."""
     return f"excuse/{machine_and_pid(pid)}"
 
 

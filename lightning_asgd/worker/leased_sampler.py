@@ -20,7 +20,6 @@ __all__ = [
     "Replacement",
     "digest",
     "in_common_order",
-    "is_known",
     "own_samplers",
     "undivided",
 ]
@@ -116,14 +115,9 @@ def in_common_order(sampler: Any, seed: int) -> list[Any]:
 
 
 def own_samplers(sampler: Any) -> list[str]:
-    """Class names of the samplers of the program's own among this one and those that it takes from."""
+    """Class names of the samplers that are not torch's, among this one and those that it takes from."""
     found = (type(each) for each in (sampler, *_within(sampler, {})) if isinstance(each, Sampler))
-    return [kind.__name__ for kind in found if not is_known(kind)]
-
-
-def is_known(kind: type) -> bool:
-    """Whether a class is one of torch's or Lightning's, and not the program's own."""
-    return kind.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
+    return [kind.__name__ for kind in found if not kind.__module__.startswith("torch.")]
 
 
 def _within(sampler: Any, seen: dict[int, Any]) -> list[Any]:

@@ -61,7 +61,7 @@ class Run:
         about = {"attaches": True, "hosts": None, "finder": None, "placed": frozenset()}
         job: Any = SimpleNamespace(session="s", transport="rpc", why="", **about)
         job.num_servers, job.find_run, job.connect = len(self.services), lambda: None, lambda: self.transport
-        job.excuse, job.successor, job.store = lambda rank: None, lambda server: "none", lambda: None
+        job.note_failure, job.successor, job.store = lambda rank, **_: None, lambda server: "none", lambda: None
         return job
 
     def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:

@@ -155,13 +155,14 @@ else:
 
 ENDS = """
 import atexit, time
+from lightning_asgd.errors import ProtocolError
 atexit.register(lambda: Path(f"end-{trainer.global_rank}").touch())
 
 class Fails(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         # In its first batch: no other is sure to be left for it.
-        if trainer.global_rank == 1 and batch_idx == 0 and "during" in sys.argv:
-            raise KeyError("during the fit")
+        if trainer.global_rank == 1 and batch_idx == 0 and "after" not in sys.argv:
+            raise KeyError("during the fit") if "during" in sys.argv else ProtocolError("'refused the fit'")
 
 trainer = fit("fit", ASGDStrategy(nsync=2), callbacks=[Fails()])
 if trainer.global_rank == 1:
@@ -182,18 +183,18 @@ if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
 """
 
 
-@pytest.mark.parametrize("when", ["during", "after"])
+@pytest.mark.parametrize("when", ["during", "after", "refused"])
 def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_path: Path, when: str) -> None:
     (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + ENDS)
     command = [sys.executable, "script.py", when]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
     )
-    assert f"KeyError: '{when} the fit'" in done.stderr
-    assert ("Worker 1 ended with exit code 1, and no fit continued without it" in done.stderr) == (when == "after"), (
-        done.stderr
-    )
-    assert done.returncode == (1 if when == "after" else 0), done.stderr
+    assert f"Error: '{when} the fit'" in done.stderr
+    fails = when != "during"
+    line = "Worker 1 ended with exit code 1. It was refused, or no fit continued without it"
+    assert (line in done.stderr) == fails, done.stderr
+    assert done.returncode == int(fails), done.stderr
     assert json.loads((tmp_path / "fit-0.json").read_text())[1] == 0
     assert (tmp_path / "end-0").exists()
 

@@ -6,10 +6,12 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import psutil
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch.utils.data import Sampler
 
 from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
@@ -44,13 +47,33 @@ def noted(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+class Own(Sampler[int]):
+    """Another order on each rank, of all samples or of half of them."""
+
+    def __init__(self, *, divides: bool) -> None:
+        self.samples = list(range(int(os.environ["RANK"]), SAMPLES, 2) if divides else range(SAMPLES))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random().sample(self.samples, len(self.samples)))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "": lambda: {"shuffle": True},
+    "shards": lambda: {"num_workers": 2, "multiprocessing_context": "fork"},  # whose processes end with this one
+    "unseeded": lambda: {"sampler": Own(divides=False)},
+    "divided": lambda: {"sampler": Own(divides=True)},
+}
+
+
 def train(
-    asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float, *, shards: bool = False
+    asgd: AsyncSGD, model: Counts, optimizer: torch.optim.Optimizer, file: Path, step_s: float, *, order: str = ""
 ) -> None:
     """Train, and note in a file what others want to know."""
+    shards, how = order == "shards", ORDERS[order]()
     data: Any = Shards((50, 0, 70, 80), known=False) if shards else numbered(SAMPLES)
-    loaded = {"num_workers": 2, "multiprocessing_context": "fork"}  # whose processes end with this one
-    how: dict[str, Any] = loaded if shards else {"shuffle": True}
     epochs, gate = 4 if shards else EPOCHS, Gate(file.parent, file.name)
     with asgd:
         for _ in asgd.epochs(epochs):
@@ -65,7 +88,7 @@ def train(
     note(file, epoch=epochs, chief=noted(file)["chief"], seen=model.seen.tolist(), ended=True)
 
 
-def attach(folder: Path, name: str, address: str, transport: str, step_s: float, *, shards: bool = False) -> None:
+def attach(folder: Path, name: str, address: str, transport: str, step_s: float, *, order: str = "") -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     model = Counts(SAMPLES)
@@ -73,7 +96,7 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     silent = Timeouts(silence_s=3.0)
     run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run)
-    train(asgd, model, optimizer, folder / name, step_s, shards=shards)
+    train(asgd, model, optimizer, folder / name, step_s, order=order)
 
 
 @pytest.mark.timeout(300)
@@ -139,7 +162,7 @@ def test_the_shards_of_a_killed_worker_are_trained_by_others(tmp_path: Path, mai
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
     about = tmp_path, address_of_run(tmp_path), "rpc", 0.01
-    workers = {n: mains(target=attach, args=(about[0], n, *about[1:]), kwargs={"shards": True}) for n in "ab"}
+    workers = {n: mains(target=attach, args=(about[0], n, *about[1:]), kwargs={"order": "shards"}) for n in "ab"}
     children: list[psutil.Process] = []
 
     def loads() -> bool:
@@ -233,7 +256,7 @@ def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: st
     run.close()
 
 
-def member(folder: Path, rank: int, port: int, shards: bool) -> None:
+def member(folder: Path, rank: int, port: int, order: str) -> None:
     """A worker of a job, as torchrun or a user starts it."""
     to_file(folder / f"{rank}.log")
     torch.set_num_threads(1)
@@ -243,13 +266,13 @@ def member(folder: Path, rank: int, port: int, shards: bool) -> None:
     torch.nn.init.zeros_(model.seen) if rank == 0 else torch.nn.init.ones_(model.seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"))
-    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank], shards=shards)
+    train(asgd, model, optimizer, folder / str(rank), (0.0, 0.005)[rank], order=order)
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_processes_are_a_job(tmp_path: Path, mains: Any, order: str) -> None:
     port = free_port()
-    workers = [mains(target=member, args=(tmp_path, rank, port, shards)) for rank in (0, 1)]
+    workers = [mains(target=member, args=(tmp_path, rank, port, order)) for rank in (0, 1)]
     try:
         for worker in workers:
             worker.start()
@@ -261,7 +284,9 @@ def test_two_processes_are_a_job(tmp_path: Path, mains: Any, shards: bool) -> No
             worker.kill()
             worker.join()
     for rank in (0, 1):
-        assert noted(tmp_path / str(rank))["seen"] == [4.0 if shards else float(EPOCHS)] * SAMPLES
+        assert noted(tmp_path / str(rank))["seen"] == [4.0 if order == "shards" else float(EPOCHS)] * SAMPLES
+    said = (tmp_path / "0.log").read_text()
+    assert said.count("The order of Own differs between workers.") == (order in ("unseeded", "divided"))
 
 
 ALONE = """
