@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,10 +255,16 @@ def log_folder(trainer: Any) -> str | None:
     if not trainer.loggers:
         return str(trainer.default_root_dir)
     logger = trainer.loggers[0]
-    if logger.log_dir is not None:
-        return str(logger.log_dir)
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+    if (folder := _as_path(logger.log_dir)) is not None:
+        return folder
+    version = f"version_{logger.version}" if isinstance(logger.version, int) else logger.version
+    names = [name for name in (logger.name, version) if isinstance(name, str)]
+    return os.path.join(_as_path(logger.save_dir) or str(trainer.default_root_dir), *names)
+
+
+def _as_path(given: Any) -> str | None:
+    """A logger's folder; None for an object that only looks like one, such as a mock of a logger's attribute."""
+    return str(given) if isinstance(given, (str, Path)) and str(given) else None
 
 
 def _fraction(trainer: Any, batch: int) -> float:
