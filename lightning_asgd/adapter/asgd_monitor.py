@@ -255,16 +255,12 @@ def log_folder(trainer: Any) -> str | None:
     if not trainer.loggers:
         return str(trainer.default_root_dir)
     logger = trainer.loggers[0]
-    if (folder := _as_path(logger.log_dir)) is not None:
-        return folder
+    given = [
+        str(each) if isinstance(each, (str, Path)) else "" for each in (logger.log_dir, logger.save_dir)
+    ]  # or mocks
     version = f"version_{logger.version}" if isinstance(logger.version, int) else logger.version
     names = [name for name in (logger.name, version) if isinstance(name, str)]
-    return os.path.join(_as_path(logger.save_dir) or str(trainer.default_root_dir), *names)
-
-
-def _as_path(given: Any) -> str | None:
-    """A logger's folder; None for an object that only looks like one, such as a mock of a logger's attribute."""
-    return str(given) if isinstance(given, (str, Path)) and str(given) else None
+    return given[0] or os.path.join(given[1] or str(trainer.default_root_dir), *names)
 
 
 def _fraction(trainer: Any, batch: int) -> float:
