@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -254,10 +255,12 @@ def log_folder(trainer: Any) -> str | None:
     if not trainer.loggers:
         return str(trainer.default_root_dir)
     logger = trainer.loggers[0]
-    if logger.log_dir is not None:
-        return str(logger.log_dir)
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), version)
+    given = [
+        str(each) if isinstance(each, (str, Path)) else "" for each in (logger.log_dir, logger.save_dir)
+    ]  # or mocks
+    version = f"version_{logger.version}" if isinstance(logger.version, int) else logger.version
+    names = [name for name in (logger.name, version) if isinstance(name, str)]
+    return given[0] or os.path.join(given[1] or str(trainer.default_root_dir), *names)
 
 
 def _fraction(trainer: Any, batch: int) -> float:
