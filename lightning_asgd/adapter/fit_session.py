@@ -313,17 +313,13 @@ class FitSession(Participation):
         """An epoch begins."""
         self._watch_optimizers()
         if not self.in_search:
-            self._take_set_weights()
+            self.take_set_weights()
         self._passed.begin()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop training, before an epoch or after a validation."""
         return self._collectives.decide(should_stop, all=False)
-
-    def after_validation(self) -> None:
-        """A validation within an epoch has ended for all, with its hooks."""
-        self._take_set_weights()
 
     def on_epoch_end(self, batches: int) -> None:
         """The epoch has ended for all: set the counts that all agreed on."""
@@ -343,7 +339,7 @@ class FitSession(Participation):
     def sync_at_train_end(self) -> None:
         """Synchronise, and take what hooks have set since a sync point at which training ended."""
         if self._collectives.phase is Phase.SYNC:
-            self._take_set_weights()
+            self.take_set_weights()
         self.sync_point("train end")
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
@@ -422,12 +418,6 @@ class FitSession(Participation):
     def _writes_alone(self) -> bool:
         """Whether this worker writes checkpoints without asking the others: the chief between two sync points."""
         return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
-
-    @property
-    def nominal_batches(self) -> float | None:
-        """The batches of the present epoch per worker, were all equally fast; None if Lightning knows them itself."""
-        loop = self._choice.loop
-        return loop.nominal if isinstance(loop, LeasedLoop) else None
 
     def catch_up(self) -> dict[str, Tensor]:
         """What a checkpoint holds instead of the module's tensors on the chief between sync points, by their keys."""

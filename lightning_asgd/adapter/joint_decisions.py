@@ -48,8 +48,8 @@ class Peers(Protocol):
     def any_stops(self, should_stop: bool) -> bool:
         """Whether any worker is to stop."""
 
-    def after_validation(self) -> None:
-        """A validation within an epoch has ended for all, with its hooks."""
+    def take_set_weights(self) -> None:
+        """The hooks at a sync point within the epoch are over: adopt the weights that they have set."""
 
     def on_epoch_end(self, batches: int) -> None:
         """The epoch has ended for all: set the counts that all agreed on."""
@@ -145,7 +145,7 @@ class JointDecisions:
         if not self._ended:  # else all do so once the epoch has ended
             self._trainer.should_stop = self._peers.any_stops(self._trainer.should_stop)
             self._ended = self._stops
-            self._peers.after_validation()
+            self._peers.take_set_weights()
 
 
 class Sigterm:

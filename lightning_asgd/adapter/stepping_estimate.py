@@ -21,7 +21,7 @@ def keep_estimate(tree: Tree) -> None:
 
     def nominal(trainer: Any) -> Any:
         session = getattr(trainer.strategy, "fit_session", None)
-        batches = getattr(session, "nominal_batches", None)
+        batches = getattr(getattr(session, "data", None), "nominal", None)  # None where Lightning knows them itself
         if batches is None:
             return estimate.fget(trainer)
         present = expected_batches(trainer)

@@ -114,7 +114,7 @@ class FixedFleet(Fleet):
     def join(self) -> None:
         """Join, and wait until all have joined; a replacement waits until the others train."""
         joined = self._join()
-        self.collectives.on_chief = self._follow_agreed
+        self.collectives.on_chief = lambda: self._follow(self.collectives.chief)
         overseer = supervisor.current()
         if overseer is not None:
             overseer.on_worker_exit(self._report_exit)
@@ -126,7 +126,7 @@ class FixedFleet(Fleet):
             if self._job.server_machines > 1:
                 self._heartbeat.on_silent_servers = self._look_for_replacements
         if joined.late:
-            self._enter_at(self._await_entry(joined.collectives))
+            self._enter_after(joined.collectives)
         else:
             self._agree_on_places()
 
@@ -139,7 +139,7 @@ class FixedFleet(Fleet):
         if hosts is not None:
             hosts.joined({rank: theirs for rank, (_, theirs, _) in joined.items()})
             self.collectives.chief = next_chief(joined[min(joined)][2], joined)
-            self._follow_agreed()
+            self._follow(self.collectives.chief)
 
     def _look_for_host(self, silent_s: float) -> None:
         """The servers have not answered for so long. Their machine may be lost, or only the network between."""
@@ -195,9 +195,6 @@ class FixedFleet(Fleet):
             # This worker's own callbacks count files that they would have written since the last sync point.
             self._shell.adopt_checkpoint_states(self.published_checkpoints(self._shell.checkpoint_states()))
 
-    def _follow_agreed(self) -> None:
-        self._follow(self.collectives.chief)
-
     def _follow(self, chief: int) -> bool:
         """Take a worker for the chief from now on; returns whether this one has become it."""
         before, self.chief = self.chief, chief
@@ -226,8 +223,7 @@ class FixedFleet(Fleet):
     @property
     def _servers_ended(self) -> bool:
         """Whether the servers are lost, and no other worker can host new ones."""
-        hosts = self._job.hosts
-        return self._main not in (None, os.getppid()) if hosts is None else hosts.gave_up
+        return self._main not in (None, os.getppid()) if (hosts := self._job.hosts) is None else hosts.gave_up
 
     def fail(self, error: BaseException) -> None:
         """Report a failure; if it is that the servers are gone, one of the workers writes a last checkpoint."""
@@ -335,11 +331,15 @@ class FixedFleet(Fleet):
 
     def reference_batch(self, mine: int) -> int:
         """The reference batch size: the chief's; ``mine`` is 0 if this worker's is not known."""
-        return self._of_first("batch size", mine)
+        return self.of_first_worker(mine, "batch size")
 
     def of_first_worker(self, mine: int, what: str = "batches per step") -> int:
         """The chief's value. All workers call it together."""
-        return self._of_first(what, mine)
+        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
+            return self.entry.firsts.get(what, mine)
+        first = self.collectives.broadcast_of_chief(mine, what)
+        self._start = replace(self._start, firsts={**self._start.firsts, what: first})
+        return first
 
     def all_have(self, data: bytes) -> bool:
         """Whether all workers have the same training data, named by a digest; empty if a worker has none to share."""
@@ -371,13 +371,6 @@ class FixedFleet(Fleet):
             self._tell_order(samplers, found.about)
         return found
 
-    def _of_first(self, what: str, mine: int) -> int:
-        if self.entry is not None and self.collectives.phase is Phase.ENTERING:
-            return self.entry.firsts.get(what, mine)
-        first = self.collectives.broadcast_of_chief(mine, what)
-        self._start = replace(self._start, firsts={**self._start.firsts, what: first})
-        return first
-
     def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
         """All workers' optimizer and scheduler states, for the checkpoint that the chief writes."""
         return self.collectives.gather("gather", "checkpoint", mine, target=self.collectives.chief)
@@ -400,23 +393,20 @@ class FixedFleet(Fleet):
         """Whether it is for this worker to say where all are."""
         return self.is_chief and self._notes_entry
 
-    def _enter_at(self, entry: EntryPoint) -> None:
-        """Begin where the others are."""
-        self.entry, self.collectives.phase = entry, Phase.ENTERING
-        self.chief = self.collectives.chief = entry.chief
-        self.client.policy = replace(self.client.policy, chief=self.chief)
-        self._speak_if_chief()
-        hosts = self._job.hosts
-        if hosts is not None:
-            hosts.enter(entry.places, entry.chief)
-
-    def _await_entry(self, collectives: int) -> EntryPoint:
+    def _enter_after(self, collectives: int) -> None:
+        """Wait until the others train, and begin where they are."""
         if not self._fits:
             raise LaunchError(
                 f"Worker {self.rank} cannot be replaced: the others are not in fit now. "
                 "Expected a replacement during fit only. Start the whole job again."
             )
-        return await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
+        entry = await_entry(self.client, collectives, self._config.timeouts.collective_s, self.check_session)
+        self.entry, self.collectives.phase = entry, Phase.ENTERING
+        self.chief = self.collectives.chief = entry.chief
+        self.client.policy = replace(self.client.policy, chief=self.chief)
+        self._speak_if_chief()
+        if (hosts := self._job.hosts) is not None:
+            hosts.enter(entry.places, entry.chief)
 
     def share_first_values(
         self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
@@ -426,18 +416,10 @@ class FixedFleet(Fleet):
             self._start = EntryPoint(self.client.connection.session, layout=layout.describe(), progress=progress())
 
     def begin_untrained(self, tensors: UntrainedTensors) -> None:
-        """See :class:`Fleet`, here and below."""
+        """See :class:`Fleet`: those of the latest sync point are published for processes that replace lost workers."""
         if self.entry is not None and self.collectives.phase is Phase.ENTERING:
             session, values = self.client.note(_BUFFERS) or ("", {})
             tensors.take(values if session == self.client.connection.session else {})
-        self._publish_untrained(tensors)
-
-    def share_untrained(self, tensors: UntrainedTensors, steps: int) -> None:
-        """Publish them, too, for a process that replaces a lost worker."""
-        super().share_untrained(tensors, steps)
-        self._publish_untrained(tensors)
-
-    def _publish_untrained(self, tensors: UntrainedTensors) -> None:
         if self._publishes:
             self.client.note(_BUFFERS, (self.client.connection.session, tensors.values()))
 

@@ -177,6 +177,7 @@ class Fleet:
     def share_untrained(self, tensors: UntrainedTensors, steps: int) -> None:
         """Share the module's untrained tensors at a sync point, after ``steps`` of this worker's."""
         tensors.share(self.collectives, steps)
+        self.begin_untrained(tensors)
 
     def end_entries(self) -> None:
         """Training has ended: no worker can enter any more."""

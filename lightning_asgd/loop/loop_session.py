@@ -69,9 +69,7 @@ class LoopSession(Participation, Trainee):
         if membership.entry is not None:
             state.follow(membership.entry.progress, optimizers, schedulers)
         self._passes_before = state.passes  # when the present epoch began
-        workers = membership.rank_and_size[1]
-        rule = config.algorithm
-        rule.check(Run(workers, 1, config.npush, tuple(optimizers), "32-true"))
+        config.algorithm.check(Run(self.workers, 1, config.npush, tuple(optimizers), "32-true"))
         self._training = replace(self._training, closures=False)
         self.synchronizer = self._set_up(state.versions)
         if state.servers and (self._run is not None or membership.is_chief):
@@ -200,7 +198,7 @@ class LoopSession(Participation, Trainee):
         if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
             self._sync("beginning of a pass", all_have_pushed=False)
         self._follow_growth()
-        self._take_set_weights()
+        self.take_set_weights()
         self._leases.batch = data.batch
         reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
@@ -337,7 +335,8 @@ class LoopSession(Participation, Trainee):
         self._interruptions.raise_now()
         if self._run is not None:
             self._run.follow_chief()
-        self._enter_late()
+        if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
+            self._membership.begin_interval(self.synchronizer, None, self._progress)
         self._changes.check(self._membership.rank, moved=self.synchronizer.moved)
         self._flushes = True
         run(self.synchronizer.flush())
@@ -351,14 +350,10 @@ class LoopSession(Participation, Trainee):
         if self._check_grown(met):
             self.set_up_again(trained=True)
         if not met.trained:
-            self._take_set_weights()
+            self.take_set_weights()
         self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
         self._after_pass = False
         self._changes.note()
-
-    def _enter_late(self) -> None:
-        if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
-            self._membership.begin_interval(self.synchronizer, None, self._progress)
 
     def begin_epoch(self) -> None:
         """An epoch of ``epochs()`` begins."""

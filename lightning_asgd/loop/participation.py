@@ -192,7 +192,7 @@ class Participation:
         normed = normed_embeddings(self._module)
         return [name for name in self.synchronizer.changed() if name not in normed]
 
-    def _take_set_weights(self) -> None:
+    def take_set_weights(self) -> None:
         """Weights that a program has set at this sync point are the weights: the chief's, for all, unmixed.
 
         All workers call it together, after the program's hooks. Does nothing in an elastic run, whose workers have no

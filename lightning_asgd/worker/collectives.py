@@ -68,7 +68,7 @@ class Collectives:
         self.waited_s = 0.0  # of calls
         self.chief = 0
         """The worker that logs and writes checkpoints, the same one on all workers after each of their collectives."""
-        self.on_chief: Callable[[], None] | None = None  # called when that changes
+        self.on_chief: Callable[[], object] | None = None  # called when that changes
         self._seq = 0
         # Answered calls by number, with the answers: the latest, and those that other workers may still need.
         self._answers: dict[int, tuple[Contribution, dict[int, Any] | Reduced]] = {}

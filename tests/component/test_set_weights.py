@@ -83,7 +83,7 @@ def test_weights_that_are_set_are_those_of_all_and_what_was_before_is_gone(
         before = mine.synchronizer.changed()
         if rank in setting:
             module.set(64.0)
-        mine._take_set_weights()
+        mine.take_set_weights()
         after = module.values
         run(mine.synchronizer.begin())
         return before, after, module.values
@@ -101,7 +101,7 @@ def test_if_only_another_worker_sets_weights_they_are_taken_back_with_a_warning(
         module, mine = part(collectives)
         if rank == 1:
             module.set(64.0)
-        mine._take_set_weights()
+        mine.take_set_weights()
         return module.values
 
     assert together(2, work) == [Net().values] * 2
@@ -119,10 +119,10 @@ def test_nothing_is_sent_to_the_servers_if_nothing_was_set(monkeypatch: pytest.M
         connection = mine._membership.client.connection
         ask = connection.ask
         monkeypatch.setattr(connection, "ask", lambda *a: [asked.append(a[1]), ask(*a)][1])
-        mine._take_set_weights()
+        mine.take_set_weights()
         unset = [message for message in asked if isinstance(message, ShardState)]
         module.set(2.0)
-        mine._take_set_weights()
+        mine.take_set_weights()
         return unset, len([message for message in asked if isinstance(message, ShardState)])
 
     assert together(2, work) == [([], 1), ([], 0)]
@@ -134,7 +134,7 @@ def test_servers_keep_their_momentum() -> None:
         mine.interval(1.0)
         before = mine.synchronizer.state()
         module.set(64.0)
-        mine._take_set_weights()
+        mine.take_set_weights()
         return before, mine.synchronizer.state()
 
     for before, after in together(2, work):
@@ -156,7 +156,7 @@ def test_a_server_that_is_restored_meanwhile_gets_them_again() -> None:
 
         mine.synchronizer.replace = lost_once  # type: ignore[method-assign]
         module.set(64.0)
-        mine._take_set_weights()
+        mine.take_set_weights()
         return calls, module.values[:3]
 
     assert together(2, work) == [([True, True], [64.0] * 3), ([False, False], [64.0] * 3)]
@@ -184,7 +184,7 @@ def test_training_is_not_taken_for_weights_that_were_set(
         _, mine = part(collectives, algorithm)
         for turn in range(3):
             mine.interval(0.1 * (rank + turn))
-            mine._take_set_weights()
+            mine.take_set_weights()
         return mine.synchronizer.changed()
 
     assert together(2, work) == [[], []]
