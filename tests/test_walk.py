@@ -62,8 +62,8 @@ HOOKS = ("on_train_batch_start", "optimizer_step")
 RECORDED = {
     "exchange: rooms that carry": 13,  # server/group_rules is one: what rules keep, by tensor or vector
     "exchange: frames that carry": 29,
-    # adapter/private_names, loop/participation and loop/weight_changes, which other loops share, are three. The last one
-    # looks before each batch whether a program has set weights.
+    # adapter/private_names, loop/participation and loop/weight_changes, which other loops share, are three. The last
+    # one looks before each batch whether a program has set weights.
     "exchange: rooms entered": 27,
     "step: rooms that carry": 3,
     "step: frames that carry": 3,
