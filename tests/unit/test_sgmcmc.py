@@ -257,9 +257,9 @@ def push_ones(exchanger: Exchanger, weight: Tensor, times: int) -> None:
 @pytest.mark.parametrize("cls", [SGMCMC, ElasticSGMCMC])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_burn_in_thinning_and_bound_are_exact(cls: Any, servers: int) -> None:
-    weight, buffer = torch.zeros(7, requires_grad=True), torch.zeros(2)
+    weight, other = torch.zeros(7, requires_grad=True), torch.zeros(2, dtype=torch.float64)
     rule = cls(burn_in=4, thin=3, max_samples=2)
-    exchanger = Cluster(servers).enter(0, {"w": weight}, {"b": buffer}, nsync=1, algorithm=rule, overlap=False)
+    exchanger = Cluster(servers).enter(0, {"w": weight, "b": other}, nsync=1, algorithm=rule, overlap=False)
     run(exchanger.begin())
     seen = {}
     for version in range(1, 15):
