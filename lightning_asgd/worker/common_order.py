@@ -63,10 +63,10 @@ def _overlap(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
     return len(samples.intersection(_samples(theirs))) / len(samples) if samples else 1.0
 
 
-def _samples(items: Sequence[Any]) -> Iterator[str]:
+def _samples(items: Sequence[Any]) -> Iterator[int | str]:
     """The samples in an order of samples or of batches; some have no hash."""
     for each in items:
         if isinstance(each, list):
             yield from _samples(each)
         else:
-            yield repr(each)
+            yield each if isinstance(each, int) else repr(each)

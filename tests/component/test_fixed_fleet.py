@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +73,24 @@ def test_a_process_that_enters_late_with_another_layout_ends_itself_only(two: Tw
         two.fleets[1].begin_generation()
     assert two.session == "j.0.1"
     assert two.fleets[0].client.note("chief") is None  # the others' session answers
+
+
+@pytest.mark.parametrize(("samplers", "mine", "published"), [([], 0, False), (["Own"], 0, True), ([], 1, True)])
+def test_a_process_that_enters_gets_an_order_that_it_may_be_unable_to_make(
+    two: Two, samplers: list[str], mine: int, published: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    orders, found = [[[3, 1, 2]], [[1, 2, 3] if mine else [3, 1, 2]]], {}
+    for fleet in two.fleets:
+        fleet._may_enter = True
+
+    def agree(fleet: FixedFleet) -> None:
+        found[fleet.rank] = fleet.common_order("j.0.1/5", samplers, orders[fleet.rank]).parts
+
+    two.both(agree)
+    assert found == {0: [[3, 1, 2]], 1: [[3, 1, 2]]}
+    assert caplog.text.count("The order of the samples differs between workers. They share that of worker 0") == mine
+    chief, late = two.fleets
+    late.entry, late.collectives.phase = replace(chief._start), Phase.ENTERING
+    entered = late.common_order("j.0.1/5", samplers, [[2, 1, 3]])
+    assert entered.parts == ([[3, 1, 2]] if published else [[2, 1, 3]])
+    assert late.common_order("j.0.1/9", samplers, [[2, 1, 3]]).parts == [[2, 1, 3]]  # of another epoch

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.adapter.checkpointing import follow_progress
@@ -111,6 +113,16 @@ class Diary(pl.Callback):
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+class Unseeded(Sampler[int]):
+    """Yields another order in each process."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random().sample(range(SAMPLES), SAMPLES))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
 def to_file(file: Path) -> None:
     with file.open("w") as output:
         os.dup2(output.fileno(), 1)
@@ -132,6 +144,7 @@ def attach(
     batch_size: int = 2,
     silence_s: float = 3.0,
     ahead: str = "",
+    unseeded: bool = False,
 ) -> None:
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
@@ -145,7 +158,8 @@ def attach(
         timeouts=Timeouts(silence_s=silence_s),
     )
     os.environ["PL_GLOBAL_SEED"] = "0"  # the order of the samples is
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, shuffle=True)
+    order: dict[str, Any] = {"sampler": Unseeded()} if unseeded else {"shuffle": True}
+    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=batch_size, **order)
     checkpoint = pl.callbacks.ModelCheckpoint(folder / name, save_last=True)
     youngest = pl.callbacks.ModelCheckpoint(folder / name, monitor="age", filename="youngest")
     made = trainer(
@@ -290,13 +304,13 @@ def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp
     assert Diary.read(tmp_path / "b.json")[-1]["seen"] == [float(EPOCHS)] * SAMPLES
 
 
-def test_workers_with_batches_of_different_sizes_share_every_epoch(tmp_path: Path, mains: Any) -> None:
+def test_workers_with_batches_of_different_sizes_and_orders_share_every_epoch(tmp_path: Path, mains: Any) -> None:
     served = mains(target=serve, args=(tmp_path, "rpc"))
     started: dict[str, Any] = {}
 
     def start(name: str, step_s: float, batch_size: int) -> None:
         # With silence_s=60 no heartbeat is answered during the test.
-        about = (tmp_path, name, address, "rpc", step_s, batch_size, 60.0, "a" if name == "b" else "")
+        about = (tmp_path, name, address, "rpc", step_s, batch_size, 60.0, "a" if name == "b" else "", True)
         started[name] = mains(target=under_torchrun, args=(len(started), attach, *about))
         started[name].start()
 

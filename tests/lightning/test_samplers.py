@@ -20,6 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Weighte
 from torch.utils.data.distributed import DistributedSampler as TorchsSampler
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.errors import ProtocolError
+from lightning_asgd.processes import supervisor
+from tests.lightning.models import Regression, loader, trainer
 
 SAMPLES, BATCH = 96, 4
 ONCE = Counter(range(SAMPLES))
@@ -187,3 +190,18 @@ def test_samples_that_lightning_divides_once_more_are_named(tmp_path: Path) -> N
     assert [each.total() for each in trained] == [SAMPLES // 2] * 2
     assert said.count(DIVIDED) == 1
     assert "Blocks gives each worker samples that others do not get, and Lightning divides those once more" in said
+
+
+class Refused(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            raise ProtocolError("Worker 1 does not fit the others.")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_forked_worker_that_is_refused_makes_the_script_fail(tmp_path: Path) -> None:
+    trainer(tmp_path, ASGDStrategy(nsync=5, start_method="fork"), max_epochs=1).fit(Refused(), loader())
+    overseer = supervisor.current()
+    assert overseer is not None
+    assert overseer.refused == {1: 1}  # with this code the script would end
+    overseer.refused.clear()
