@@ -86,7 +86,7 @@ rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD
 	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture docs/images/rules.png
 
 buffers: $(VENV)/.installed-examples ## buffers of every kind beside DDP, and batch norm's statistics: half an hour; ONLY=
-	@$(RUN) -m benchmarks.buffers $(if $(ONLY),--only '$(ONLY)') --page
+	@$(RUN) -m benchmarks.buffers $(if $(ONLY),--only '$(ONLY)',--page)
 	@$(RUN) -m benchmarks.batch_norm
 
 codes: $(VENV)/.installed-examples ## codes of exchanges: speed, loss, bytes, slow links (as root): 25 minutes; ONLY=
