@@ -99,6 +99,7 @@ class FitSession(Participation):
         waits = config.algorithm.lockstep and not membership.comes_and_goes
         self._messages = FitMessages(trainer, membership, config, self._waited)
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
+        split = split or (bool(trainer.overfit_batches) and not membership.comes_and_goes)  # validation has the same
         self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
         self._caches = PartitionedCaches(trainer, membership)
         resume.keep_for(None if membership.entry is not None else loaded_checkpoint(trainer))

@@ -451,9 +451,26 @@ def fast_dev_run(lab: Lab) -> Any:
     lab.fit(fast_dev_run=2, max_epochs=..., num_sanity_val_steps=..., logger=..., enable_checkpointing=...)
 
 
-@case(OPTIONS, "`overfit_batches`")
+@case(
+    OPTIONS,
+    "`overfit_batches`",
+    note='Each worker trains and validates batches of its own, as with `data="split"`; not in an elastic run.',
+)
 def overfit(lab: Lab) -> Any:
-    lab.fit(overfit_batches=4)
+    trained: set[str] = set()
+    validated: set[str] = set()
+
+    class Seeing:
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            trained.add(str(batch[0].tolist()))
+            return self.loss(batch)
+
+        def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
+            validated.add(str(batch[0].tolist()))
+
+    trainer = lab.trainer(overfit_batches=4)
+    trainer.fit(lab.regression(Seeing), lab.loader(), lab.loader())
+    return {"same": trained == validated, "trained": len(trained)}
 
 
 @case(OPTIONS, "`num_sanity_val_steps`")
