@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asgd.adapter.class_trees import rank_zero_warn
-from lightning_asgd.adapter.fit_session import _steps_of
+from lightning_asgd.adapter.loop_counters import steps_of_fit
 from lightning_asgd.algorithms.averaging import restarted_period
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
@@ -26,7 +26,7 @@ ADAM = torch.optim.Adam([torch.zeros(1)])
 
 def period(steps: float, workers: int, *optimizers: Any) -> int:
     trainer = SimpleNamespace(estimated_stepping_batches=steps)
-    return restarted_nsync(_steps_of(trainer, CONFIG), workers, optimizers, rank_zero_warn)
+    return restarted_nsync(steps_of_fit(trainer, CONFIG), workers, optimizers, rank_zero_warn)
 
 
 @pytest.fixture(autouse=True)
