@@ -104,11 +104,8 @@ class DataChoice:
         trainer = self._trainer
         if isinstance(self._shards, ShardedData):
             return StreamedData(trainer, self._leases, self._shards, self._name), ""
-        collectives, mine = (
-            self._membership.collectives,
-            self._shards or self._divided or why_split(trainer, self._batch),
-        )
-        reason = collectives.reduced("all_reduce", "why data are split", mine, "given").value
+        mine = self._shards or self._divided or why_split(trainer, self._batch)
+        reason = self._membership.collectives.reduced("all_reduce", "why data are split", mine, "given").value
         if reason is None:
             kind = SampledData if len(training_loaders(trainer)) == 1 else CombinedData
             data = kind(trainer, self._leases, self._membership)

@@ -254,7 +254,8 @@ class ElasticFleet(Fleet):
         theirs = self.attachment.first_order(epoch, mine)
         differs = theirs is not mine
         if differs and not overlap(mine, theirs):
-            self.refuse_a_split(f"{', '.join(samplers)} gives each worker samples that the others do not get")
+            name = ", ".join(samplers) or "The sampler"
+            self.refuse_a_split(f"{name} gives each worker samples that the others do not get")
         if differs:
             self._tell_order(samplers, "This worker shares that of the worker that began the epoch.")
         return CommonOrder(theirs, differs=differs)

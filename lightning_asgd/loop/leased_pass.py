@@ -35,6 +35,7 @@ _LOADER_SETTINGS = (
 
 
 Agree = Callable[[list[str], list[Any]], list[Any]]
+"""Returns the order that all share, from the classes of the program's own samplers and this worker's order."""
 
 
 class SharedData(ABC):
@@ -57,8 +58,7 @@ class SharedData(ABC):
     def begin(self, number: int, reference: int, agree: Agree) -> tuple[bytes, int, tuple[int, ...]]:
         """A pass begins: a digest of its units in their order, their number, and where their shards end, if any do.
 
-        ``reference``: samples of a batch in which all workers count. ``agree``: returns the order that all share, from
-        the program's own samplers and this worker's order.
+        ``reference``: samples of a batch in which all workers count.
         """
 
     @abstractmethod

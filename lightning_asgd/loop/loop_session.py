@@ -205,10 +205,9 @@ class LoopSession(Participation, Trainee):
             self._run.begin_epoch()
             self._share_posterior()
         state = self.state
-        key = f"{self._membership.session}/{state.passes}"
-        common = self._membership.common_order
-        agree = lambda own, mine: common(key, own, [mine], unites=True).parts[0]  # noqa: E731
-        order, units, shards = data.begin(state.passes, reference, agree)
+        key, agree = f"{self._membership.session}/{state.passes}", self._membership.common_order
+        begun = data.begin(state.passes, reference, lambda own, mine: agree(key, own, [mine], unites=True).parts[0])
+        order, units, shards = begun
         if not units:
             raise ConfigurationError("batches() was called with data without a batch. Expected at least one.")
         done, self._present = state.done_of(order, units), (order, units)
