@@ -4,7 +4,7 @@
     python -m benchmarks.batch_norm --runs 5 --only "2 workers"
 
 Each run trains 60 steps per worker, and compares the statistics with those that ``torch.optim.swa_utils.update_bn``
-computes anew over the training data with the final weights: the validation loss with the ones and the others, and the
+computes again over the training data with the final weights: the validation loss with the ones and the others, and the
 distance between them. Where the inputs' scale jumps by 100 in the middle of the epoch, data from after it are used.
 """
 

@@ -122,7 +122,7 @@ def unit_norm(layer: Any) -> str:
 
 
 class Projection(Layer):
-    """A random orthogonal projection that is drawn anew now and then, as Performer's."""
+    """A random orthogonal projection that is drawn again now and then, as Performer's."""
 
     def __init__(self) -> None:
         super().__init__(projection=torch.eye(WIDTH), calls=torch.zeros((), dtype=torch.int64))
@@ -348,7 +348,7 @@ KINDS: dict[str, Kind] = {
     ),
     "weight norm": Kind(lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
     "weight norm, a parametrization": Kind(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
-    "a random projection, drawn anew": Kind(Projection, Projection.fault),
+    "a random projection, drawn again": Kind(Projection, Projection.fault),
     "an observer (minimum and maximum, from inf)": Kind(lambda: observer("MinMaxObserver")),
     "an observer (moving average)": Kind(lambda: observer("MovingAverageMinMaxObserver")),
     "fake quantisation per tensor": Kind(lambda: fake_quantisation(per_channel=False)),
