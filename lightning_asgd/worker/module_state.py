@@ -75,7 +75,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 def take_values(module: Module, values: Mapping[str, Tensor]) -> list[str]:
     """Give a module's tensors these values, in place if possible; returns the names that it has no place for.
 
-    A buffer gets the value's shape and dtype, and one that is missing is made.
+    A buffer takes the shape and dtype of its value. A missing buffer is registered.
     """
     homeless = []
     with torch.no_grad():
@@ -116,8 +116,8 @@ def _overlaps(tensor: Tensor) -> bool:
 def make_identical(collectives: Collectives, module: Module, tensors: Mapping[str, Tensor]) -> bytes:
     """Give all workers the chief's values of some of a module's tensors; sent only if any differ.
 
-    All workers call it together. A persistent buffer takes the chief's shape; one that is not persistent stays as it is
-    if its shape is another. Returns a digest of the chief's values.
+    All workers call it together. A persistent buffer takes the chief's shape. A buffer with ``persistent=False`` keeps
+    its values if its shape differs from the chief's. Returns a digest of the chief's values.
     """
     if not collectives.real:
         return b""

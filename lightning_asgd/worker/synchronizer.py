@@ -174,7 +174,7 @@ class Synchronizer(Protocol):
     def replace(self, weights: Sequence[Sequence[tuple[Tensor, ...]]], *, sends: bool) -> None:
         """Have the servers take these, and forget what :meth:`fetch` has parked.
 
-        All workers call this at a sync point, and fetch afterwards; the one that ``sends`` them sends its own.
+        All workers call this at a sync point, and fetch afterwards. Only the chief ``sends`` its weights.
         """
         return
 

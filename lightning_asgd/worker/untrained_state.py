@@ -8,7 +8,7 @@ worker has seen since the last sync point, so that they remain statistics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -88,13 +88,11 @@ class UntrainedTensors:
     def take(self, values: Mapping[str, Tensor], *, statistics: bool = True) -> None:
         """Take another worker's values, with its ``statistics`` or without. Warn of those that have no place here."""
         taken = {name: value for name, value in values.items() if statistics or not is_statistic(name, value)}
-        homeless = set(take_values(self._module, taken)) - self._warned
-        if homeless:
-            self._warned |= homeless
+        if homeless := self._not_warned_of(take_values(self._module, taken)):
             log.warning(
                 "This worker's module has no place for %s, which the chief's module has. Expected the same modules on "
                 "all workers: it is left out here.",
-                ", ".join(sorted(homeless)),
+                ", ".join(homeless),
             )
 
     def _frozen(self) -> dict[str, Tensor]:
@@ -119,15 +117,18 @@ class UntrainedTensors:
         return float(max(0, steps - self._steps))
 
     def _warn_of_nonfinite(self, parts: Mapping[str, tuple[float, Tensor]], rank: int) -> None:
-        broken = {name for name, (_, value) in parts.items() if not is_finite(value)} - self._warned
-        if broken:
-            self._warned |= broken
+        if broken := self._not_warned_of(name for name, (_, value) in parts.items() if not is_finite(value)):
             log.warning(
                 "The statistics %s of worker %d hold NaN or infinity, so they are left out of the mean of all "
                 "workers. Look at its data.",
-                ", ".join(sorted(broken)),
+                ", ".join(broken),
                 rank,
             )
+
+    def _not_warned_of(self, names: Iterable[str]) -> list[str]:
+        new = sorted(set(names) - self._warned)
+        self._warned.update(new)
+        return new
 
 
 def _size(tensor: Tensor) -> int:
