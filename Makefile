@@ -7,6 +7,8 @@ OLDEST := .venv-oldest
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
+# Hundreds of processes import torch, and without its byte code each of them compiles it again.
+unexport PYTHONDONTWRITEBYTECODE
 # Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
 # prints as it runs. The output of the others follows, and after it what failed in any group.
 GROUPS := 'tests/component' 'tests/conformance tests/ray' 'tests/lightning/test_[a-l]*.py tests/transport' \
