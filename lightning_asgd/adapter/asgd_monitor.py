@@ -67,6 +67,10 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._logged = (-1, -1)  # samples and pushes of worker 0 when it logged last
         self._logs = False  # whether it has begun to
 
+    def __reduce__(self) -> Any:
+        """A copy is one that has not begun: what this one measures belongs to the fit."""
+        return type(self), (self.every_n_seconds,)
+
     # ------------------------------------------------------------------ counting, on every worker
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

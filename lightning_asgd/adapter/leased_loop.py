@@ -9,8 +9,8 @@ batches that it will probably train in the epoch.
 Where batch sizes differ, progress counts in batches of the *reference* size, the first worker's.
 
 Set here, as :mod:`~lightning_asgd.adapter.private_names` calls it: ``expected_batches``, ``validates_after``,
-``last_batch_flag``, the fetcher's length and whether it is done, the
-``frequency`` of schedulers that step with batches, and the counts behind ``global_step`` and the loggers' step.
+``last_batch_flag``, the fetcher's length and whether it is done, the ``frequency`` of schedulers that step with
+batches, and the counts behind ``global_step`` and the loggers' step.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from lightning_asgd.protocol import Epoch
 from lightning_asgd.ranges import common, merged
 from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
+from lightning_asgd.worker.live import Live
 from lightning_asgd.worker.synchronizer import Held, Synchronizer, run
 
 __all__ = ["LeasedData", "LeasedLoop"]
@@ -60,7 +61,7 @@ LeasedData = SampledData | CombinedData | StreamedData
 """What there is to lease."""
 
 
-class LeasedLoop:
+class LeasedLoop(Live):
     """The training loop of one fit.
 
     The trainer's training data have been set up, and :func:`why_split` knows no reason. ``resumed`` is what a
@@ -268,8 +269,7 @@ class LeasedLoop:
             batch_in_epoch.shift(trainer, self._missing_batches)
             expected_batches.set(trainer, expected_batches(trainer) + self._missing_batches)
             self._missing_batches = 0
-        batches, steps = self._own
-        self._own = batches + 1, steps + trainer.global_step - self._global_step
+        self._own = self._own[0] + 1, self._own[1] + trainer.global_step - self._global_step
         self._set_global_step(self._next_step())
         if not self._interval_done or leases.halted:
             return
@@ -310,17 +310,21 @@ class LeasedLoop:
         return False
 
     def count(self, step: int, batches: int) -> int:
-        """Count at least as many optimizer steps as others have; return the batches that all have counted now."""
+        """Count the optimizer steps that all have taken; return the batches that all have counted now.
+
+        The arguments are the most that a worker has counted, by estimates: schedules have stepped as often.
+        """
         if self._idle:
             return batches
+        known = not self._membership.comes_and_goes  # else others may train on
         if self._stopped or self.leases.halted:  # else it is known where all are
             epoch = self.leases.plan.epoch
             self._trained = sum(last - first for first, last in self.leases.done())
             self._epoch_done = self._over if self.leases.exhausted else self._trained == epoch.units and not self._cut
-        self._counted = batches
+        self._counted = 0 if known else batches
         if self.trainer.lightning_module.automatic_optimization and self._uniform:  # else each worker has its own count
-            step = max(step, self._next_step())
-        self._step_schedules()
+            step = self._next_step() if known else max(step, self._next_step())
+        self._step_schedules(batches)
         count_steps(self.trainer, step)
         self._global_step = step
         return self._position
@@ -392,9 +396,8 @@ class LeasedLoop:
 
     def to_ddp_counters(self, loops: dict[str, Any]) -> None:
         """Set a checkpoint's counts of batches to those of equally fast workers: DDP's."""
-        if self._idle:
-            return
-        count_saved_batches(loops, self._position, self._batches_before + self._position)
+        if not self._idle:
+            count_saved_batches(loops, self._position, self._batches_before + self._position)
 
     def restore(self) -> None:
         """Restore Lightning's own dataloader and counts."""
@@ -414,9 +417,9 @@ class LeasedLoop:
         trained = self.leases.progress if self._trained is None else self._trained
         return min(self._batches, max(self._counted, round(trained / self._batch / self.workers)))
 
-    def _step_schedules(self) -> None:
+    def _step_schedules(self, least: int = 0) -> None:
         """Advance the schedules that step with batches to where all workers would be if equally fast."""
-        position = self._position if self._interval_done else min(self._position, self._batches - 1)
+        position = max(least, self._position) if self._interval_done else min(self._position, self._batches - 1)
         self._schedules.advance_to(position, self._accumulate, self._batches, self._steps_before)
 
     def _next_step(self) -> int:
@@ -440,8 +443,7 @@ class LeasedLoop:
         """Count the steps that the others have made in an epoch during which this worker joins."""
         self._step_schedules()
         if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
-            steps = math.floor(self._steps_before) + self._position // self._accumulate
-            self._set_global_step(max(self._global_step, steps))
+            self._set_global_step(max(self._global_step, int(self._steps_before) + self._position // self._accumulate))
 
     def _set_global_step(self, step: int) -> None:
         set_global_step(self.trainer, step, self._global_step)

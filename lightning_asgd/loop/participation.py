@@ -27,6 +27,7 @@ from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.worker.live import Live
 from lightning_asgd.worker.module_state import (
     average,
     fixed_tensors,
@@ -48,7 +49,7 @@ __all__ = ["Participation"]
 log = logging.getLogger(__name__)
 
 
-class Participation:
+class Participation(Live):
     """One worker's part in training a module. All workers of a job create theirs together.
 
     Args:

@@ -23,6 +23,7 @@ from lightning_asgd.ranges import without
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, done_within
 from lightning_asgd.worker.lease_plan import LeasedBatch, Plan, ReadingPlan
 from lightning_asgd.worker.lease_request import Asked
+from lightning_asgd.worker.live import Live
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import WorkFeed
 
@@ -32,7 +33,7 @@ _SMOOTH = 0.3  # weight of the latest step in the unit_s
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
 
 
-class DataLeases(WorkFeed):
+class DataLeases(WorkFeed, Live):
     """A worker's part of the shared epochs.
 
     ``rejoin`` rejoins the session when this worker was fenced, and calls :meth:`revoke`.

@@ -124,4 +124,4 @@ def test_steps_that_others_have_taken_where_they_stop(tmp_path: Path, package: s
     last = found["files"][1][-1]
     assert 8 <= last < STEPS
     assert found["files"] == {n: multiples(n, last) for n in (1, 2)}
-    assert found["rows"]["loss"] == list(range(last))
+    assert sorted(set(found["rows"]["loss"])) == list(range(last))  # worker 0 may be the faster one for a while

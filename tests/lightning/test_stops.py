@@ -174,3 +174,23 @@ def test_the_others_come_where_one_stops(tmp_path: Path, data: str) -> None:
     assert zero["weights"] == one["weights"]
     assert one["trained"] == 5
     assert zero["trained"] < BATCHES // 2
+
+
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
+@pytest.mark.parametrize(("trained", "accumulate"), [(5, 1), (7, 2)])
+def test_an_epoch_that_a_hook_ends_counts_the_steps_that_were_trained(
+    tmp_path: Path, package: str, trained: int, accumulate: int
+) -> None:
+    """As under DDP: each worker's hook returns -1 at its own batch, whatever it expects the other to have trained."""
+
+    def stop(module: Any, batch_idx: int, here: str) -> int | None:
+        if here == "end":
+            time.sleep(0.002 + 0.02 * (module.global_rank == batch_idx % 2))  # no estimate of speeds is right
+        return -1 if here == "start" and batch_idx >= trained else None
+
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    zero, one = program(package, tmp_path, stop, "leases", **options)
+    assert zero["end"] == one["end"]
+    assert [zero["trained"], one["trained"]] == 2 * [3 * trained]
+    steps = [seen["step"] for what, seen in zero["seen"] if what == "epoch"]
+    assert steps == [epoch * (trained // accumulate) for epoch in (1, 2, 3)]
