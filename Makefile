@@ -9,17 +9,18 @@ NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
 # Hundreds of processes import torch, and without its byte code each of them compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
-# Groups of tests run side by side, since many tests mostly wait for processes. The last group, all that is in no other,
-# prints as it runs. The output of the others follows, and after it what failed in any group.
-GROUPS := 'tests/component' 'tests/conformance tests/ray' 'tests/lightning/test_[a-l]*.py tests/transport' \
-	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[p-z]*.py'
+# Groups of tests run side by side, since many tests wait for processes: all that is in no group prints as it runs, beside
+# SLOTS groups, of which the longest begin. Their output follows, and after it what failed in any group. More groups at a
+# time end no sooner on two cores, but time out there.
+SLOTS := 3
+GROUPS := 'tests/component' 'tests/lightning/test_[p-z]*.py' 'tests/lightning/test_[a-l]*.py tests/transport' \
+	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/conformance tests/ray'
 OTHERS := $(foreach folder,component conformance examples lightning ray transport,--ignore=tests/$(folder))
 define run-tests
-@rm -f $(VENV)/tests-*.log; number=0; running=; \
-for group in $(GROUPS); do number=$$((number + 1)); \
-$(RUN) -m pytest $$group $(1) > $(VENV)/tests-$$number.log 2>&1 & running="$$running $$!"; done; \
+@rm -f $(VENV)/tests*.log; printf '%s\0' $(GROUPS) \
+| xargs -0 -P $(SLOTS) -I{} sh -c '$(RUN) -m pytest {} $(1) > $(VENV)/tests-$$$$.log 2>&1' & groups=$$!; \
 { $(RUN) -m pytest tests $(OTHERS) $(1); echo $$? > $(VENV)/tests-code; } | tee $(VENV)/tests.log; \
-code=$$(cat $(VENV)/tests-code); for group in $$running; do wait $$group || code=$$?; done; \
+code=$$(cat $(VENV)/tests-code); wait $$groups || code=$$?; \
 cat $(VENV)/tests-*.log; grep -hE '^(FAILED|ERROR|E  ) ' $(VENV)/tests*.log | tail -n 40; exit $$code
 endef
 
