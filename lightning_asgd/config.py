@@ -72,6 +72,8 @@ class ExchangeConfig:
     """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
     offload: bool = False
     """Keep in host memory what exchanges need of a module that is on a device."""
+    gain: bool = True
+    """Whether steps are lengthened that an optimizer divides by the size of gradients: :mod:`lightning_asgd.gain`."""
 
     @property
     def algorithm_name(self) -> str:
@@ -109,6 +111,7 @@ class ExchangeConfig:
         compression: Any = None,
         snapshot_every_s: Any = 60.0,
         offload: Any = False,
+        gain: Any = True,
     ) -> ExchangeConfig:
         """Check what a user gave.
 
@@ -124,6 +127,7 @@ class ExchangeConfig:
             compression: a compression or its name, or "auto"; None for none.
             snapshot_every_s: see the attribute.
             offload: see the attribute.
+            gain: see the attribute; without effect where the algorithm does not apply the mean of workers' steps.
 
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
@@ -137,7 +141,7 @@ class ExchangeConfig:
             raise ConfigurationError(
                 f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
             )
-        _check_others(timeouts, offload, rule)
+        _check_others(timeouts, offload, gain, rule)
         return cls(
             nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
             npush=nsync if npush is None else positive_int("npush", npush),
@@ -150,6 +154,7 @@ class ExchangeConfig:
             compression=_code(compression, rule),
             snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
             offload=offload,
+            gain=gain and isinstance(rule, ASGD) and rule.scale == "mean",
         )
 
 
@@ -200,7 +205,9 @@ def _check_rounds(nsync: Any, overlap: Any, rule: Algorithm) -> None:
         )
 
 
-def _check_others(timeouts: Any, offload: Any, rule: Algorithm) -> None:
+def _check_others(timeouts: Any, offload: Any, gain: Any, rule: Algorithm) -> None:
+    if not isinstance(gain, bool):
+        raise ConfigurationError(f"gain={gain!r}. Expected True or False.")
     if timeouts is not None and not isinstance(timeouts, Timeouts):
         raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
     if not isinstance(offload, bool) or (offload and rule.payload not in (Payload.DELTA, Payload.WEIGHTS)):

@@ -82,6 +82,7 @@ class ExchangeStats:
     nsync: int = 0  # optimizer steps between two exchanges, as of the latest
     distance: float = 0.0  # norm of this worker's parameters minus the servers', when measured last; 0 before
     outer_gain: float = 0.0  # by how much momentum lengthened the servers' latest update; 0 if that is not known
+    gain: float = 0.0  # by how much this worker's latest step was lengthened; 0 where no optimizer's steps are
     lost_workers: dict[int, str] = field(default_factory=dict)  # on worker 0, at the end of the fit
     servers_replaced: int = 0  # lost servers that were replaced while this worker trained
 

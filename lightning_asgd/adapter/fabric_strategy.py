@@ -131,6 +131,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
         offload: bool = False,
+        gain: bool = True,
         units: str | Callable[[Any], Any] | None = None,
         total_steps: int | None = None,
         accelerator: Any = None,

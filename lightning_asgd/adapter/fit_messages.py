@@ -122,8 +122,9 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
 def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any]) -> str | None:
     """What to do where workers' updates learn more slowly than DDP with the same settings, or move the weights too far.
 
-    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
-    With SGD it is the age of the weights: `make sets`, and the same with ``nsync=2``.
+    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees:
+    without the gain, and with Adamax, whose states do not show the noise. Else it is the age of the weights: `make
+    sets`, and the same with ``nsync=2``.
     """
     algorithm = config.algorithm
     names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
@@ -135,10 +136,11 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
         )
     if workers < _MANY or not isinstance(algorithm, ASGD) or algorithm.scale != "mean":
         return None
-    if names:
+    short = [name for name in names if not config.gain or name == torch.optim.Adamax.__name__]
+    if short:
         root = math.sqrt(workers)
         return (
-            f"A-SGD: {workers} workers with {names[0]} learn more slowly than DDP at the same learning rate: each "
+            f"A-SGD: {workers} workers with {short[0]} learn more slowly than DDP at the same learning rate: each "
             f"takes smaller steps along its own noisier gradients. About sqrt({workers}) = {root:.1f} times the rate "
             "makes up for it."
         )

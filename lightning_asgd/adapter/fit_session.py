@@ -161,6 +161,8 @@ class FitSession(Participation):
                 continue
             self._watched.append(optimizer)
             self.tables.watch([optimizer])
+            if self._config.gain:
+                self._gain.watch([optimizer])
             if hasattr(optimizer, "register_step_post_hook"):
                 self._undo.append(optimizer.register_step_post_hook(self._count_own_step).remove)
 

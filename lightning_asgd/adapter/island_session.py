@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of, left_in
 from lightning_asgd.adapter.fit_session import FitSession
@@ -60,6 +62,13 @@ class IslandSession(FitSession):
         membership = self._membership
         about = self._group, self._module, membership.sender, membership.client
         return set_up_island(*about, self._config, self._training, start)
+
+    @property
+    def _peers(self) -> int:
+        return self.workers  # the same at all processes, whose steps have to be equally long
+
+    def _summed(self, values: Tensor) -> Tensor:
+        return self._group.sum(values)
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
         if self._any_has_sigterm():

@@ -56,8 +56,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
             ``"auto"``: the smallest number whose cost is negligible. Every worker measures steps, exchanges and the
             servers while it trains, and adapts. ``"restarted"``: what theory gives for ``algorithm="local_sgd"``.
-        nfetch: steps between two fetches of the weights, if not ``nsync``.
-        npush: steps between two pushes of updates, if not ``nsync``.
+        nfetch, npush: steps between two fetches of the weights, and between two pushes, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.
         scale: for ``ASGD``, the factor that the servers apply to a push: ``"mean"`` (1 / live workers; by batch sizes
@@ -103,11 +102,11 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
             weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
             the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
-        offload: keep in host memory what exchanges need of a module on a GPU, and pass it through the device in pieces,
-            at most 64 MB at once. Without it a vector as long as the parameters lies on the device, and two while
-            weights arrive.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for Lightning's
-            ``DDPStrategy``, and rarely needed: the Trainer has arguments for them.
+        offload: keep in host memory what exchanges need of a module on a GPU. Without it a vector as long as the
+            parameters lies on the device, and two while weights arrive; with it 64 MB at most.
+        gain: lengthen the steps of optimizers such as Adam, by the noise of a worker's gradients; for ``scale="mean"``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for ``DDPStrategy``, and
+            rarely needed: the Trainer has arguments for them.
 
     Attributes:
         stats: statistics of this worker's exchanges; in the main process those of worker 0.
@@ -164,6 +163,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
         offload: bool = False,
+        gain: bool = True,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,

@@ -25,7 +25,7 @@ _LIGHTNING = (
 _SETTINGS = (
     *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "server_machines"),
     *("start_method", "min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
-    "offload",
+    *("offload", "gain"),
 )
 
 

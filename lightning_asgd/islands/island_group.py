@@ -118,6 +118,11 @@ class IslandGroup:
         """Have the other processes do something before what they are sent next. Called on the first one alone."""
         self._later.append(_Order(name, arguments))
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Their sum over the processes. All call it together, outside of :meth:`share`."""
+        dist.all_reduce(values, group=self._group)
+        return values
+
     def any(self, decision: bool) -> bool:
         """Whether it is true on any process. All call it together."""
         if self._shares:

@@ -96,6 +96,7 @@ class AsyncSGD(LoopControls):
         max_offline_steps: int = 1000,
         snapshot_every_s: float = 60.0,
         offload: bool = False,
+        gain: bool = True,
         units: str | Callable[[Any], Any] | None = None,
         total_steps: int | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ _ON_FAILURE = ("continue", "abort")
 # Arguments of ExchangeConfig.create.
 _EXCHANGE = (
     *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
-    *("snapshot_every_s", "offload"),
+    *("snapshot_every_s", "offload", "gain"),
 )
 
 
@@ -61,6 +61,7 @@ class JobOptions:
     snapshot_every_s: float
     units: Any
     offload: bool
+    gain: bool
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""

@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.gain import Gain
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.restarted_nsync import restarted_nsync
@@ -84,6 +85,7 @@ class Participation(Live):
         self._membership = membership
         self._run = membership if isinstance(membership, ElasticFleet) else None
         self._config, self._units = config, units
+        self._gain = Gain(lambda: self._peers, self._summed)
         self._meter: Meter | None = None  # None until metrics are collected
         self._period = 0  # steps between two exchanges, if it follows from the training
         self._warned_of_mixing = False
@@ -107,6 +109,17 @@ class Participation(Live):
     def workers(self) -> int:
         """How many take part."""
         return self._membership.rank_and_size[1]
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """The sum over the processes that have a part of the optimizers' states each."""
+        return values
+
+    @property
+    def _peers(self) -> int:
+        """How many take part now."""
+        client: SessionClient | None = self._membership.client
+        living = () if client is None else client.heard.living
+        return len(living) or self.workers
 
     def _first_progress(self) -> dict[str, Any] | None:
         """Where training begins, for workers that join meanwhile; None at the very beginning."""
@@ -283,8 +296,9 @@ class Participation(Live):
         make_identical(self._collectives, self._module, trainable_parameters(self._module))
 
     def close(self) -> None:
-        """Detach the tables and free the buffers."""
+        """Detach the tables and the gain, and free the buffers."""
         self.tables.close()
+        self._gain.close()
         self.synchronizer.close()
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
@@ -376,6 +390,7 @@ class Participation(Live):
     def report_metrics(self) -> None:
         """Post this worker's metrics to the board, if it is measured: the next heartbeat sends them."""
         if self._meter is not None:
+            self.synchronizer.stats.gain = self._gain.latest
             self._membership.board.post(self._collectives.rank, self._meter.read())
 
     def _waited(self) -> Waited:

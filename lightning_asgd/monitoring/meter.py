@@ -134,6 +134,7 @@ class Meter:
             nsync=stats.nsync,
             distance=stats.distance,
             outer_gain=stats.outer_gain,
+            gain=stats.gain,
             rows_read=read,
             rows_fetched=fetched,
             row_ages=ages,

@@ -134,6 +134,7 @@ METRICS: dict[str, Metric] = {
     "outer_gain": Metric(
         "", "by how much outer momentum lengthened the servers' latest update; 1 without momentum", _mean("outer_gain")
     ),
+    "gain": Metric("", "by how much the worker's latest optimizer step was lengthened", _mean("gain")),
     "distance": Metric("", "norm of the worker's parameters minus the servers', measured recently", _mean("distance")),
 }
 """By name. Those with a mean are over all workers' exchanges, batches or seconds, not a mean of the workers' means."""

@@ -45,6 +45,7 @@ class WorkerMetrics:
     nsync: int = 0  # current number of optimizer steps between two exchanges
     distance: float = 0.0  # norm of the worker's parameters minus the servers', when it was measured last; 0 before
     outer_gain: float = 0.0  # by how much momentum lengthened the servers' latest update; 0 if that is not known
+    gain: float = 0.0  # by how much the latest step was lengthened; 0 where no optimizer's steps are
     rows_read: int = 0  # rows of served tables that batches used, each once per batch
     rows_fetched: int = 0  # rows that were fetched for them
     row_ages: int = 0  # steps since the rows that batches used had been fetched

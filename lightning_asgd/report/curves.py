@@ -42,6 +42,7 @@ _LATEST = {
     "nsync",
     "distance",
     "outer_gain",
+    "gain",
 }  # what is no sum, or no number
 
 Array = Any

@@ -16,6 +16,7 @@ from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.gain import Gain
 from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Leave, Policy
 from lightning_asgd.server.service import Service
@@ -242,9 +243,15 @@ class Running:
         if isinstance(worker, LeasedWorker) and plan.data is not None:
             worker.data = plan.data
             worker.announce()
+        if self.config.gain:
+            Gain(self.peers).watch([worker.optimizer])
         share_posterior([worker.optimizer], index, self.config.algorithm.chains(plan.workers))
         self.workers.append(worker)
         return worker
+
+    def peers(self) -> int:
+        """How many workers take part now."""
+        return sum(not worker.crashed and worker.ended_s is None for worker in self.workers)
 
     @property
     def policy(self) -> Policy:

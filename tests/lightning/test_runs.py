@@ -233,14 +233,14 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training with a third worker")
         os.kill(started["c"].pid, signal.SIGTERM)
         release(tmp_path, "b")
-        started["c"].join(40)
+        started["c"].join(100)
         assert started["c"].exitcode == 0, (tmp_path / "c.log").read_text()
         assert epochs("c") < EPOCHS
-        started["b"].join(40)
+        started["b"].join(100)
         assert started["b"].exitcode == 0, (tmp_path / "b.log").read_text()
         for _ in range(3):  # a signal may interrupt the handling of another one
             os.kill(served.pid, signal.SIGTERM)
-        served.join(40)
+        served.join(100)
         assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
     finally:
         for process in (*started.values(), served):
@@ -294,7 +294,7 @@ def test_who_comes_just_when_a_server_is_lost_waits_for_the_one_in_its_place(tmp
         wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "training with a second worker")
         release(tmp_path, "a")
         for worker in workers:
-            worker.join(40)
+            worker.join(100)
             assert worker.exitcode == 0, "".join(log.read_text() for log in tmp_path.glob("*.log"))
     finally:
         for process in (*workers, served):
@@ -324,11 +324,11 @@ def test_workers_with_batches_of_different_sizes_and_orders_share_every_epoch(tm
         wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "training with a second worker")
         release(tmp_path, "a", "b")
         for name, process in started.items():
-            process.join(60)
+            process.join(100)
             assert process.exitcode == 0, (tmp_path / f"{name}.log").read_text()
     finally:
         os.kill(served.pid, signal.SIGTERM)
-        served.join(10)
+        served.join(100)
         for process in (*started.values(), served):
             process.kill()
             process.join()
@@ -410,10 +410,10 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
         served, address = begin("0")
         assert "continues from its snapshots" in (tmp_path / "serve.log").read_text()
         second = start(attach, tmp_path, "b", address, transport, 0.0)
-        second.join(40)
+        second.join(100)
         assert second.exitcode == 0, (tmp_path / "b.log").read_text()
         os.kill(served.pid, signal.SIGTERM)
-        served.join(20)
+        served.join(100)
         assert served.exitcode == 0, (tmp_path / "serve.log").read_text()
     finally:
         for process in started:
@@ -479,7 +479,7 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         check_health(address, servers_of(served.pid)[0], capsys)
     finally:
         os.kill(served.pid, signal.SIGTERM)
-        served.join(40)
+        served.join(100)
         served.kill()
         served.join()
     assert served.exitcode == 0
@@ -521,7 +521,7 @@ def test_who_comes_after_the_first_goes_on_where_that_ones_checkpoint_was(tmp_pa
         assert (third.current_epoch, third.global_step) == (4, 128)
     finally:
         os.kill(served.pid, signal.SIGTERM)
-        served.join(10)
+        served.join(100)
         served.kill()
         served.join()
 

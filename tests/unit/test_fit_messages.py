@@ -123,8 +123,11 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     adam, plain = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
     given = ExchangeConfig.create
-    assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, given(nsync=1), [plain, adam]))
-    assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, given(nsync=1), [adam]))
+    without, adamax = given(nsync=1, gain=False), torch.optim.Adamax(parameters)
+    assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, without, [plain, adam]))
+    assert "9 workers with Adamax learn more slowly" in str(rate_advice(9, given(nsync=1), [adam, adamax]))
+    assert "About sqrt(9) = 3.0 times the rate" in str(rate_advice(9, without, [adam]))
+    assert "9 workers that exchange every 10 steps may learn" in str(rate_advice(9, given(nsync=10), [adam]))
     assert "9 workers that exchange every 10 steps may learn" in str(rate_advice(9, given(nsync=10), [plain]))
     sparse = given(nsync=10, algorithm="sparse_loco")
     assert "sqrt(9) = 3.0 for 9 workers, is meant for adaptive optimizers" in str(rate_advice(9, sparse, [plain]))
@@ -133,7 +136,8 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
         (9, sparse, torch.optim.RMSprop(parameters)),
         (1, sparse, plain),
         (9, given(nsync=10, algorithm=SparseLoCo(lr=1.0)), plain),
-        (4, given(nsync=10), adam),
+        (4, given(nsync=10, gain=False), adam),
+        (9, given(nsync=2), adam),
         (4, given(nsync=10), plain),
         (9, given(nsync=2), plain),
         (9, given(nsync="auto"), plain),

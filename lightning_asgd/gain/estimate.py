@@ -1,0 +1,99 @@
+r"""The share of signal in a worker's gradients, from an optimizer's running means of them and of their squares. Pure.
+
+With bias-corrected means :math:`\hat m` and :math:`\hat v` after *n* steps, :math:`\rho` is the mean of
+:math:`\hat m^2 / \hat v` over all elements. It is 1 where all gradients were equal, and for pure noise
+
+.. math::  c = \frac{1 - \beta_1}{1 + \beta_1} \cdot \frac{1 + \beta_1^n}{1 - \beta_1^n}
+
+so :math:`\gamma = (\rho - c) / (1 - c)` estimates :math:`G^2 / (G^2 + \sigma^2)`, the signal's share of a squared
+gradient. The mean of N workers' gradients has the noise :math:`\sigma^2 / N`, thus DDP's steps are longer than a
+worker's by :math:`1 / \sqrt{\gamma + (1 - \gamma) / N}`: between 1 and :math:`\sqrt N`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Signal"]
+
+_FRESH = 0.3  # weight of the latest estimate
+_ELEMENTS = 1 << 18  # looked at, evenly spread: the mean over more is the same, and takes longer
+
+
+@dataclass
+class Signal:
+    """A smoothed estimate: the share is ``above / range``. Both are 0 before the first one."""
+
+    above: float = 0.0
+    range: float = 0.0
+
+    def add(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        state: Mapping[Any, Mapping[str, Any]],
+        summed: Callable[[Tensor], Tensor] = lambda sums: sums,
+    ) -> None:
+        """Look at an optimizer's states.
+
+        Args:
+            groups: see ``torch.optim.Optimizer.param_groups``.
+            state: see ``torch.optim.Optimizer.state``.
+            summed: adds up a tensor over processes; called where the states are sharded among them (DTensor).
+        """
+        moments = [found for group in groups for found in _moments(group, state)]
+        every = math.ceil(sum(m.numel() for m, *_ in moments) / _ELEMENTS)
+        alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        for m, v, *corrections in moments:
+            alike.setdefault((corrections[0], corrections[1]), []).append((_some(m, every), _some(v, every)))
+        above = span = seen = 0.0
+        for (noise, bias), pairs in alike.items():
+            m, v = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+            counts = int((v > 0).sum())
+            ratios = float(torch.where(v > 0, m * m / v, 0).sum()) * bias
+            above, span, seen = above + ratios - noise * counts, span + (1 - noise) * counts, seen + counts
+        if any(hasattr(m, "to_local") for m, *_ in moments):
+            above, span, seen = summed(torch.tensor([above, span, seen], dtype=torch.float64)).tolist()
+        if not seen or not math.isfinite(above):
+            return
+        fresh = _FRESH if self.range else 1.0
+        self.above += fresh * (above / seen - self.above)
+        self.range += fresh * (span / seen - self.range)
+
+    def gain(self, workers: float) -> float:
+        """What a step of one of N workers is to be multiplied with; 1 while nothing is known."""
+        if self.range <= 0 or workers <= 1:
+            return 1.0
+        share = min(1.0, max(0.0, self.above / self.range))
+        return 1 / math.sqrt(share + (1 - share) / workers)
+
+
+def _some(tensor: Tensor, every: int) -> Tensor:
+    """Every ``every``-th element, of the part that is on this device."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach().reshape(-1)[::every].float()
+
+
+def _moments(
+    group: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
+) -> Iterable[tuple[Tensor, Tensor, float, float]]:
+    """Per parameter: its two running means, the ratio of pure noise, and the correction of biases."""
+    betas = group.get("betas")
+    if not betas:
+        return
+    first, second = (float(beta) for beta in betas[:2])
+    for parameter in group["params"]:
+        kept = state.get(parameter)
+        if not kept or first <= 0 or not {"exp_avg", "exp_avg_sq"} <= kept.keys():
+            continue
+        n = float(kept.get("step", group.get("step", 0)))
+        if n < 2:
+            continue
+        past = first**n
+        noise = (1 - first) / (1 + first) * (1 + past) / (1 - past)
+        yield kept["exp_avg"], kept["exp_avg_sq"], noise, (1 - second**n) / (1 - past) ** 2

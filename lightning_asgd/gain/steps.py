@@ -1,0 +1,124 @@
+"""An optimizer's steps on a worker, with the gain. Schedulers, logs and checkpoints see the user's learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.gain.estimate import Signal
+
+__all__ = ["Gain"]
+
+_EVERY = 10  # steps between two looks at the states
+
+
+class Gain:
+    """Multiplies the learning rate of a worker's optimizers, while they step.
+
+    Args:
+        workers: how many take part now.
+        summed: see :meth:`Signal.add`.
+    """
+
+    def __init__(self, workers: Callable[[], float], summed: Callable[[Tensor], Tensor] = lambda sums: sums) -> None:
+        self._workers, self._summed = workers, summed
+        self._watched: dict[int, _Steps] = {}
+
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Have these take longer steps; those that are watched already stay as they are."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._watched and hasattr(optimizer, "register_step_pre_hook"):
+                self._watched[id(optimizer)] = _Steps(optimizer, self._workers, self._summed)
+
+    @property
+    def latest(self) -> float:
+        """The largest of the optimizers' latest steps; 0 if none has a known share of signal."""
+        return max((steps.gain for steps in self._watched.values()), default=0.0)
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        for steps in self._watched.values():
+            steps.close()
+        self._watched.clear()
+
+
+class _Steps:
+    """The steps of one optimizer."""
+
+    def __init__(self, optimizer: Any, workers: Callable[[], float], summed: Callable[[Tensor], Tensor]) -> None:
+        self._optimizer, self._workers, self._summed = optimizer, workers, summed
+        self._signal, self._taken, self.gain = Signal(), 0, 0.0
+        self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
+        self._undo = (
+            optimizer.register_step_pre_hook(self._begin).remove,
+            optimizer.register_step_post_hook(self._end).remove,
+        )
+
+    def close(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A closure trains a batch, and may log or set the learning rate: the gain is for what follows it."""
+        self._restore()  # the step before may have failed
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._lengthen()
+            return None
+
+        def train() -> Any:
+            self._restore()
+            loss = closure()
+            self._lengthen()
+            return loss
+
+        if len(args) > 1:
+            return (optimizer, train, *args[2:]), kwargs
+        return args, {**kwargs, "closure": train}
+
+    def _lengthen(self) -> None:
+        workers = self._workers()
+        if workers > 1 and (self._taken % _EVERY == 0 or not self._signal.range):
+            self._signal.add(self._optimizer.param_groups, self._optimizer.state, self._summed)
+        self._taken += 1
+        if not self._signal.range:
+            return
+        self.gain = self._signal.gain(workers)
+        if self.gain == 1.0:
+            return
+        for group in self._optimizer.param_groups:
+            self._set(group, "lr", self.gain)
+            if group.get("weight_decay") and _decays_by_itself(self._optimizer, group):
+                self._set(group, "weight_decay", 1 / self.gain)
+
+    def _set(self, group: dict[str, Any], name: str, factor: float) -> None:
+        before = group[name]
+        if isinstance(before, Tensor):  # a captured graph may hold it
+            kept = before.clone()
+            before.mul_(factor)
+            self._before.append((group, name, kept, before))
+        else:
+            group[name] = before * factor
+            self._before.append((group, name, before, group[name]))
+
+    def _end(self, *_: Any) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        """Give the user's values back, unless they were set meanwhile."""
+        for group, name, before, ours in self._before:
+            if group[name] is not ours:
+                continue
+            if isinstance(ours, Tensor):
+                ours.copy_(before)
+            else:
+                group[name] = before
+        self._before.clear()
+
+
+def _decays_by_itself(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether the decay is apart from the gradient, and as long as the learning rate says (AdamW)."""
+    by_name = any("adamw" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+    return bool(group.get("decoupled_weight_decay", by_name))

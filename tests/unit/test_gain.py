@@ -1,0 +1,178 @@
+"""Longer steps of Adam and its kin."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_asgd.gain import Gain, Signal
+
+SIZE = 4000
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, 1e-3),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    "amsgrad": lambda p: torch.optim.AdamW(p, 1e-3, amsgrad=True),
+    "capturable": lambda p: torch.optim.Adam(p, torch.tensor(1e-3)),
+    "fused": lambda p: torch.optim.AdamW(p, 1e-3, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, 1e-3, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, 1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, 1e-3),
+}
+
+
+def train(optimizer: torch.optim.Optimizer, weights: Tensor, steps: int, noise: float, signal: float = 1.0) -> None:
+    """Steps with gradients of so much noise."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        weights.grad = signal + noise * torch.randn(weights.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("signal", "noise", "share"), [(1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (1.0, 2.0, 0.2)])
+@pytest.mark.parametrize("steps", [2, 11, 400])
+def test_the_share_of_signal(kind: str, signal: float, noise: float, share: float, steps: int) -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = KINDS[kind]([weights])
+    train(optimizer, weights, steps, noise, signal)
+    found = Signal()
+    found.add(optimizer.param_groups, optimizer.state)
+    assert found.above / found.range == pytest.approx(share, abs=0.05 if steps > 100 else 0.2)
+    expected = 1 / math.sqrt(share + (1 - share) / 16)
+    assert found.gain(16) == pytest.approx(expected, rel=0.15 if steps > 100 else 0.5)
+    assert found.gain(1) == 1.0
+
+
+def test_nothing_is_known_before_the_second_step_nor_of_other_optimizers() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD([weights], 0.1, momentum=0.9)]
+    optimizers.append(torch.optim.AdamW([weights], betas=(0.0, 0.9)))
+    for optimizer, steps in [*zip(optimizers, (5, 5), strict=True), (torch.optim.Adam([weights]), 1)]:
+        train(optimizer, weights, steps, 1.0)
+        found = Signal()
+        found.add(optimizer.param_groups, optimizer.state)
+        assert found.gain(16) == 1.0
+
+
+def test_elements_without_gradients_say_nothing() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.Adam([weights])
+    for _ in range(50):
+        weights.grad = torch.randn(SIZE) * (torch.arange(SIZE) < SIZE // 4)
+        optimizer.step()
+    found = Signal()
+    found.add(optimizer.param_groups, optimizer.state)
+    assert found.gain(4) == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_steps_are_longer_and_the_rate_is_the_users(kind: str) -> None:
+    """The same states and gradient: a step with the gain is as much longer."""
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = KINDS[kind]([weights])
+    train(optimizer, weights, 50, 1.0, 0.0)
+    plain, longer = copy.deepcopy((weights, optimizer)), copy.deepcopy((weights, optimizer))
+    gain = Gain(lambda: 4.0)
+    gain.watch([longer[1]])
+    moved = []
+    for parameter, its in (plain, longer):
+        (its.param_groups[0]["params"],) = ([parameter],)
+        before = parameter.detach().clone()
+        decay = its.param_groups[0].get("weight_decay", 0.0)
+        parameter.grad = torch.ones(SIZE)
+        its.step()
+        moved.append(parameter.detach() - before)
+        assert float(its.param_groups[0]["lr"]) == pytest.approx(1e-3)
+        assert its.param_groups[0].get("weight_decay", 0.0) == decay
+    assert gain.latest == pytest.approx(2.0, rel=0.2)
+    assert torch.allclose(moved[1], gain.latest * moved[0], rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_decay_of_weights_is_as_without_where_it_is_apart(decoupled: bool) -> None:
+    weights = nn.Parameter(torch.ones(SIZE))
+    make = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = make([weights], 1e-3, weight_decay=0.5)
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["weight_decay"]))
+    train(optimizer, weights, 50, 1.0, 0.0)
+    assert gain.latest > 1.5
+    assert seen[-1] == pytest.approx(0.5 / gain.latest if decoupled else 0.5)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_a_closure_sees_the_users_rate_and_may_set_it() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.Adam([weights], 1.0)
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    group, rates = optimizer.param_groups[0], itertools.count(1)
+    for step in rates:
+        if step > 30:
+            break
+
+        def closure(step: int = step) -> float:
+            assert group["lr"] == max(1, step - 1)
+            group["lr"] = step
+            weights.grad = torch.randn(SIZE)
+            return 7.0
+
+        assert optimizer.step(closure) == 7.0
+        assert group["lr"] == step
+    assert gain.latest == pytest.approx(2.0, rel=0.3)
+
+
+def test_a_step_that_fails_leaves_the_users_rate_for_the_next() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+
+    class Fails(torch.optim.Adam):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise RuntimeError("no step")
+            return super().step(closure)
+
+    optimizer = Fails([weights], 1e-3)
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    train(optimizer, weights, 30, 1.0, 0.0)
+    optimizer.fails = True
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    optimizer.fails = False
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_one_worker_trains_the_same_bits() -> None:
+    found = []
+    for watched in (False, True):
+        weights = nn.Parameter(torch.zeros(SIZE))
+        optimizer = torch.optim.AdamW([weights], 1e-2)
+        if watched:
+            Gain(lambda: 1.0).watch([optimizer])
+        train(optimizer, weights, 30, 1.0)
+        found.append(weights.detach())
+    assert torch.equal(*found)
+
+
+def test_it_leaves_optimizers_as_they_were() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.Adam([weights])
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer, optimizer])
+    gain.close()
+    train(optimizer, weights, 30, 1.0, 0.0)
+    assert gain.latest == 0.0
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
