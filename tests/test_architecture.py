@@ -177,7 +177,7 @@ def test_only_one_package_imports_zmq() -> None:
 def loaded_after(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after a statement."""
     code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -68,6 +68,6 @@ def test_all_but_the_transport_over_rpc_works(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_RPC)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), ROOT]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr

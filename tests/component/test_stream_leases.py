@@ -155,7 +155,7 @@ class Job:
         if worker.thread is None or not worker.thread.is_alive():
             return  # its last request is answered
         worker.turn.release()
-        assert self.main.acquire(timeout=3), f"worker {worker.number} takes no end"
+        assert self.main.acquire(timeout=60), f"worker {worker.number} takes no end"
 
     def hand_back(self, worker: Worker) -> None:
         self.main.release()

@@ -214,7 +214,7 @@ def test_a_worker_of_spot_machines_goes_by_sigterm_and_another_one_takes_over(st
     checkpoint = tmp_path / "results" / "spot_worker" / "last.ckpt"
     wait_until(checkpoint.exists, 60, "the first epoch")
     os.kill(first.pid, signal.SIGTERM)
-    first.join(60)
+    first.join(100)
     assert first.exitcode == 0, (tmp_path / "first").read_text()
     assert "epochs, accuracy" not in (tmp_path / "first").read_text()
     output = run(start, tmp_path, "spot_worker.py", "--server", address)

@@ -103,7 +103,7 @@ def test_workers_on_mps_train_in_an_elastic_run(
         assert made.global_step == len(loader())
     finally:
         os.kill(served.pid, signal.SIGTERM)
-        served.join(10)
+        served.join(60)
         served.kill()
         served.join()
     assert served.exitcode == 0

@@ -89,7 +89,7 @@ def test_another_worker_becomes_chief(tmp_path: Path, mains: Any, start_method: 
         wait_until(lambda: epochs(tmp_path, 1) > before + 3, 30, "training without worker 0")
         wait_until(lambda: last.stat().st_mtime > written, 30, "another checkpoint")
         (tmp_path / "stop").touch()
-        main.join(30)
+        main.join(100)
         wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
     finally:
         main.kill()
@@ -124,7 +124,7 @@ def test_the_next_chief_replaces_a_last_checkpoint_that_was_written_in_part(tmp_
     try:
         wait_until(lambda: last.exists() and last.stat().st_size > 100, 60, "another checkpoint")
         (tmp_path / "stop").touch()
-        main.join(30)
+        main.join(100)
     finally:
         main.kill()
         main.join()
@@ -141,7 +141,7 @@ def test_aborting_ends_all_when_worker_0_dies(tmp_path: Path, mains: Any) -> Non
         wait_until(lambda: training(tmp_path), 60, "training")
         family = psutil.Process(main.pid).children(recursive=True)
         worker_of(main, tmp_path, 0).kill()
-        main.join(20)
+        main.join(100)
         wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
     finally:
         main.kill()

@@ -204,7 +204,7 @@ def run(request: Any, tmp_path: Path, start: Any) -> Iterator[tuple[str, str, An
     served = start(serve, request.param)
     yield address_of_run(tmp_path), request.param, served
     os.kill(served.pid, signal.SIGTERM)
-    served.join(10)
+    served.join(60)
 
 
 @on_cuda
@@ -339,7 +339,7 @@ def islands(tmp_path: Path, mains: Any, start: Any) -> Iterator[tuple[str, Start
     yield address_of_run(tmp_path), started
     started.end()
     os.kill(served.pid, signal.SIGTERM)
-    served.join(10)
+    served.join(60)
 
 
 @on_cuda

@@ -71,7 +71,7 @@ def test_two_processes_share_an_epoch_and_leave_nothing_behind(package: str, tmp
     command = [sys.executable, "train.py", str(tmp_path)]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as main:
         try:
-            _, errors = main.communicate(timeout=100)
+            _, errors = main.communicate(timeout=200)
         finally:
             main.kill()
     assert main.returncode == 0, errors

@@ -174,7 +174,7 @@ def start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
 def ends_with(started: Any, name: str, rank: int) -> str:
     """The output of a process that has failed."""
     process = started.processes[name][rank]
-    process.join(40)
+    process.join(100)
     assert process.exitcode not in (None, 0)
     return (Path(started.folder) / f"{name}{rank}.log").read_text()
 
@@ -256,7 +256,7 @@ def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -
     os.kill(started.processes["a"][1].pid, signal.SIGTERM)
     release(started.folder, "a")
     for process in started.processes["a"]:
-        process.join(60)
+        process.join(100)
         assert process.exitcode == 0
     for each in started.results("b"):
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
@@ -265,7 +265,7 @@ def test_sigterm_of_one_process_ends_its_island_after_the_same_batch(run: Any) -
 def test_sigterm_of_one_process_after_the_last_batch_ends_the_program(start: Any) -> None:
     started = start("a", "GetsSigterm", "DDP")
     for rank, process in enumerate(started.processes["a"]):
-        process.join(40)
+        process.join(100)
         assert process.exitcode == 0
         assert not (Path(started.folder) / f"a{rank}.pt").exists()  # nothing after the fit is run
 

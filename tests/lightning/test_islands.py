@@ -207,7 +207,7 @@ def run(tmp_path: Path, mains: Any) -> Any:
     finally:
         started.end()
         os.kill(served.pid, signal.SIGTERM)
-        served.join(10)
+        served.join(60)
         served.kill()
         served.join()
 
@@ -261,7 +261,7 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
     started.await_epoch(killed, 1)
     partner, victim = started.processes[killed]
     os.kill(victim.pid, signal.SIGKILL)
-    partner.join(30)
+    partner.join(100)
     assert partner.exitcode not in (None, 0)
     started.start(killed, insides[killed], started.address, epochs=EPOCHS, counts=True)
     started.await_epoch(killed, 0)
@@ -310,7 +310,7 @@ def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_
     started.await_epoch("a", 1)
     servers_of(started.served.pid)[1].kill()
     for rank, process in enumerate(started.processes["a"]):
-        process.join(30)
+        process.join(100)
         assert process.exitcode not in (None, 0)
         assert "Server 1 is gone" in (started.folder / f"a{rank}.log").read_text()
 

@@ -94,7 +94,7 @@ def test_either_lightning_takes_the_strategy_in_any_order_of_imports(
         input=repr(jobs),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         env=environment(),
         check=False,
     )
@@ -184,7 +184,7 @@ def test_the_command_line_of_lightning(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     command = [sys.executable, "program.py", "fit", "--config", "config.yaml"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=90, check=False
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = {path.name: path.read_text() for path in tmp_path.glob("ended-*")}
@@ -225,7 +225,7 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(book, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     said = ["".join(o.get("text", "") for o in cell.outputs if o.get("name") == "stdout") for cell in book.cells]
     loss, pushes = re.search(r"loss ([\d.]+) pushes (\d+)", said[0]).groups()  # type: ignore[union-attr]
     assert float(loss) < 0.5
@@ -280,7 +280,7 @@ def test_a_job_whose_script_is_not_found_does_not_train_alone(tmp_path: Path) ->
     )
     (tmp_path / "elsewhere").mkdir()
     said = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
     )
     assert said.returncode == 1
     assert "ConfigurationError: The Trainer runs the script again for each further worker" in said.stderr
@@ -295,6 +295,6 @@ def test_a_callback_that_only_worker_0_has(tmp_path: Path) -> None:
         "trainer('.', ASGDStrategy(nsync=5), devices=2, callbacks=callbacks).fit(Regression(), loader(), loader(16))\n"
     )
     said = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
     )
     assert (said.returncode, said.stdout.count("shown")) == (0, 1), said.stderr[-3000:]

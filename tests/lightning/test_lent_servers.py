@@ -60,11 +60,11 @@ def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, t
             assert "This host takes over" in said("second")
             assert has_servers(second, 3)
         for worker, name in zip(workers, "ab", strict=True):
-            worker.join(60)
+            worker.join(100)
             assert worker.exitcode == 0, (tmp_path / f"{name}.log").read_text()
         left = first if lost == "lender" else second
         os.kill(left.pid, signal.SIGTERM)
-        left.join(40)
+        left.join(100)
         assert left.exitcode == 0
     finally:
         for process in started:

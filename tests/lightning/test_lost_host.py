@@ -124,7 +124,7 @@ def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains:
             family += psutil.Process(workers[lost].pid).children(recursive=True)
             if lost == 0:
                 (tmp_path / "raise0").touch()
-                workers[0].join(20)
+                workers[0].join(100)
                 assert workers[0].exitcode == 1, (tmp_path / "output0").read_text()
             else:
                 (tmp_path / "hold1").touch()
@@ -136,7 +136,7 @@ def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains:
             wait_until(lambda begun=begun: written(begun), 60, "a checkpoint of the next chief")  # type: ignore[misc]
         family += psutil.Process(workers[2].pid).children(recursive=True)
         (tmp_path / "stop").touch()
-        workers[2].join(60)
+        workers[2].join(100)
         assert workers[2].exitcode == 0, (tmp_path / "output2").read_text()
     finally:
         for worker in workers:

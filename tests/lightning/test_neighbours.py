@@ -135,7 +135,7 @@ def test_programs_that_a_worker_starts_train_on_their_own(tmp_path: Path) -> Non
 import subprocess
 
 def program(name, devices):
-    subprocess.run([sys.executable, "program.py", name, str(devices)], check=True, timeout=60)
+    subprocess.run([sys.executable, "program.py", name, str(devices)], check=True, timeout=120)
 
 class Starts(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -188,7 +188,7 @@ def test_a_script_fails_where_a_worker_failed_and_no_fit_went_on_without_it(tmp_
     (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + ENDS)
     command = [sys.executable, "script.py", when]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert f"Error: '{when} the fit'" in done.stderr
     fails = when != "during"
@@ -219,7 +219,7 @@ def test_a_worker_that_fails_where_all_meet_saves_without_the_others(tmp_path: P
     (tmp_path / "script.py").write_text(FIT.format(pl="pytorch_lightning") + SAVES)
     command = [sys.executable, "script.py", str(rank)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert "KeyError" in done.stdout + done.stderr
     assert "CollectiveMismatchError" not in done.stdout + done.stderr

@@ -118,7 +118,7 @@ def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: st
             family += psutil.Process(workers[node].pid).children(recursive=True)
         (tmp_path / "stop").touch()
         for node in left:
-            workers[node].join(90)
+            workers[node].join(100)
             assert workers[node].exitcode == 0, said(node)
     finally:
         for worker in workers:

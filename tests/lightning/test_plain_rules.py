@@ -277,7 +277,7 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, mains: Any) -> None:
         for worker in workers:
             worker.start()
         for worker, code in zip(workers, (0, 1), strict=True):
-            worker.join(30)
+            worker.join(100)
             assert worker.exitcode == code, "".join(log.read_text() for log in tmp_path.glob("*.log"))
     finally:
         for worker in workers:

@@ -99,7 +99,7 @@ def test_no_process_is_left_when_a_signal_ends_the_main_process(
         family = psutil.Process(main.pid).children(recursive=True)
         assert len(family) >= 5  # two servers, two workers, the reaper
         os.kill(main.pid, signum)
-        main.join(40)
+        main.join(100)
         assert main.exitcode is not None, f"the main process outlived {signum.name}"
         wait_until(lambda: not alive(family), 40, f"the end of {alive(family)}")
         assert [*tmp_path.glob("lightning_asgd*")] == []
@@ -153,7 +153,7 @@ def test_a_lost_worker_does_not_stop_the_others(tmp_path: Path, mains: Any, fate
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 20, "training without the lost worker")
         (tmp_path / "stop").touch()
-        main.join(40)
+        main.join(100)
     finally:
         main.kill()
         main.join()
@@ -181,7 +181,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
-        main.join(40)
+        main.join(100)
     finally:
         main.kill()
         main.join()
@@ -214,7 +214,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
         news = "A server was lost, and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
-        main.join(40)
+        main.join(100)
     finally:
         main.kill()
         main.join()
@@ -245,7 +245,7 @@ def test_a_worker_that_hangs_is_left_behind_and_joins_again(tmp_path: Path, main
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path, 1) > before, 40, "training with it")
         (tmp_path / "stop").touch()
-        main.join(40)
+        main.join(100)
     finally:
         main.kill()
         main.join()
@@ -270,7 +270,7 @@ def test_aborting_names_the_worker(tmp_path: Path, mains: Any, fate: str) -> Non
         family = psutil.Process(main.pid).children(recursive=True)
         worker = worker_of(main, tmp_path, 1)
         worker.kill() if fate == "killed" else worker.suspend()
-        main.join(60)
+        main.join(100)
         wait_until(lambda: not alive(family), 40, f"the end of {alive(family)}")
     finally:
         main.kill()

@@ -57,11 +57,11 @@ def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Pat
         wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training of a worker that has joined meanwhile")
         os.kill(second.pid, signal.SIGTERM)
         release(tmp_path, "a", "b")
-        second.join(40)
+        second.join(100)
         assert second.exitcode == 0, said("second")
         assert f"Host {one} can take over: the servers of this one are killed." in said("second")
         for worker, name in zip(workers, "abc", strict=True):
-            worker.join(60)
+            worker.join(100)
             assert worker.exitcode == 0, (tmp_path / f"{name}.log").read_text()
         assert TAKES_OVER in said("again")
     finally:

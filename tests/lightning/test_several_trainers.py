@@ -147,7 +147,7 @@ def child(name):
 fit("0", ASGDStrategy(nsync=2, transport={transport!r}), devices=1)
 process = multiprocessing.get_context("fork").Process(target=child, args=("1",))
 process.start()
-process.join(60)
+process.join(100)
 assert process.exitcode == 0, process.exitcode
 pid = os.fork()
 if not pid:

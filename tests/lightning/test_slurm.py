@@ -93,7 +93,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         deadline = time.monotonic() + 30
         while True:
             ask = ["sinfo", "--noheader", "--format=%T"]
-            state = subprocess.run(ask, env=environment, capture_output=True, text=True, timeout=30, check=False).stdout
+            state = subprocess.run(ask, env=environment, capture_output=True, text=True, timeout=60, check=False).stdout
             if state.strip() == "idle":
                 break
             assert time.monotonic() < deadline, (folder / "daemons").read_text()[-3000:]

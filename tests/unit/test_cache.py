@@ -81,7 +81,7 @@ def test_all_processes_of_a_loader_share_it() -> None:
 def test_processes_of_a_loader_that_are_spawned_share_it_too() -> None:
     # In a process of its own, since Python starts one that outlives the test.
     code = "from tests.unit import test_cache\nif __name__ == '__main__': test_cache.read_by_loaders('spawn')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,7 +15,7 @@ from lightning_asgd.processes.exit_code import failures
 
 
 def script(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(("worker", "code"), [("exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)])

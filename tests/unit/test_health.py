@@ -82,7 +82,7 @@ code = main(["health", "{HOST}:{port}"])
 print(sorted({{"torch", "numpy", "pytorch_lightning", "lightning", "psutil"}} & sys.modules.keys()))
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (1, "[]")
     assert done.stderr.startswith(
         f"ServerLostError: The servers at {HOST}:{port} do not answer: nothing listens there."

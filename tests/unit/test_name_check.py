@@ -190,7 +190,7 @@ for pl in (lightning.pytorch, pytorch_lightning):
 print(json.dumps(said))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=90, check=True
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=180, check=True
     )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

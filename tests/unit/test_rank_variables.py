@@ -30,7 +30,7 @@ def _unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
 def program(command: tuple[str, ...] = (sys.executable, "-c", SHOW), **variables: str) -> dict[str, str]:
     """The rank variables of a program that is started now, after it has imported the package."""
     done = subprocess.run(
-        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=30, check=True
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=True
     )
     found = json.loads(done.stdout)
     return {name: found[name] for name in (*VARIABLES, OWNER_ENV, RENDEZVOUS_ENV) if name in found}
@@ -120,7 +120,7 @@ def test_a_launched_worker_keeps_its_variables_and_its_own_programs_have_none() 
     assert note["address"] == "127.0.0.1:5678"
     assert program((sys.executable, "-c", show, SHOW), LOCAL_RANK="1") == {"MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", address], env=os.environ, capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", address], env=os.environ, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "'127.0.0.1:5678'\n"
 
@@ -165,7 +165,7 @@ if __name__ == "__main__":
     file.write_text(script)
     clean = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, OWNER_ENV, RENDEZVOUS_ENV)}
     done = subprocess.run(
-        [sys.executable, str(file)], env=clean, capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, str(file)], env=clean, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
