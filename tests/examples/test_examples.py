@@ -85,7 +85,7 @@ def start(context: Any, tmp_path: Path) -> Any:
         process.join()
 
 
-def run(start: Start, folder: Path, name: str, *arguments: str, seconds: float = 100) -> str:
+def run(start: Start, folder: Path, name: str, *arguments: str, seconds: float = 250) -> str:
     """Run an example, and return what it printed."""
     process = start(be_program, "output", name, arguments)
     process.join(seconds)
@@ -101,7 +101,7 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(group) for group in found.groups()]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_images_end_with_the_accuracy_of_the_best_checkpoint(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "image_classification.py", "--fast", "--strategy", "asgd_fork")
     (accuracy,) = numbers(r"accuracy ([\d.]+) of .*/image_classification/best.ckpt", output)
@@ -122,7 +122,7 @@ def test_images_of_ones_own_are_read_from_folders(tmp_path: Path) -> None:
         assert [(image.shape, label) for image, label in images] == [((3, 64, 64), 0), ((3, 64, 64), 1)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_character_model_learns_and_writes(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "char_lm.py", "--fast", "--strategy", "asgd_fork")
     (nats,) = numbers(r"held-out loss ([\d.]+) nats", output)
@@ -130,24 +130,24 @@ def test_the_character_model_learns_and_writes(start: Start, tmp_path: Path) -> 
     assert len(output.split("bits per character\n\n")[1]) > 600
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_gan_finds_the_ring_and_saves_a_picture(start: Start, tmp_path: Path) -> None:
     # 40 s by itself; beside the other groups of tests on a slow machine more than 100.
-    output = run(start, tmp_path, "gan.py", "--fast", "--strategy", "asgd_fork", seconds=240)
+    output = run(start, tmp_path, "gan.py", "--fast", "--strategy", "asgd_fork", seconds=400)
     clouds, inside = numbers(r"(\d) of 8 clouds, ([\d.]+) of the points", output)
     assert clouds >= 4
     assert inside > 0.25  # of points spread evenly over the ring's square it would be 0.1
     assert (tmp_path / "results" / "gan.png").stat().st_size > 10_000
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_recommender_learns_with_its_tables_on_the_servers(start: Start, tmp_path: Path) -> None:
-    output = run(start, tmp_path, "recommender.py", "--fast", "--strategy", "asgd_fork", seconds=240)
+    output = run(start, tmp_path, "recommender.py", "--fast", "--strategy", "asgd_fork", seconds=400)
     accuracy, best = numbers(r"accuracy ([\d.]+) on held-out clicks; the hidden model has ([\d.]+)", output)
     assert best - 0.05 < accuracy < best  # a constant answer has 0.5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_posterior_s_band_holds_the_data_and_widens_in_the_gap(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "bayesian.py", "--fast")
     covered, error = numbers(r"([\d.]+) of new observations within the band; error of the mean ([\d.]+)", output)
@@ -158,7 +158,7 @@ def test_the_posterior_s_band_holds_the_data_and_widens_in_the_gap(start: Start,
     assert (tmp_path / "results" / "bayesian.png").stat().st_size > 10_000
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_command_line_takes_strategy_and_monitor_from_a_file_and_saves_them(start: Start, tmp_path: Path) -> None:
     forked = ("--trainer.strategy.init_args.start_method", "fork", "--trainer.max_epochs", "2")
     config = "examples/cli/configs/asgd.yaml"
@@ -185,7 +185,7 @@ def test_the_configurations_differ_in_the_trainer_only() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_sweep_runs_its_grid_offline_and_ends_with_a_table(start: Start, tmp_path: Path) -> None:
     output = run(start, tmp_path, "wandb_sweep.py", "--grid", "--fast")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
@@ -204,7 +204,7 @@ def test_an_agent_of_the_sweep_can_start_the_program() -> None:
         assert f'"--{name}"' in script.read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_worker_of_spot_machines_goes_by_sigterm_and_another_one_takes_over(start: Start, tmp_path: Path) -> None:
     start(serve)
     log = tmp_path / "serve.log"
@@ -214,7 +214,7 @@ def test_a_worker_of_spot_machines_goes_by_sigterm_and_another_one_takes_over(st
     checkpoint = tmp_path / "results" / "spot_worker" / "last.ckpt"
     wait_until(checkpoint.exists, 60, "the first epoch")
     os.kill(first.pid, signal.SIGTERM)
-    first.join(100)
+    first.join(200)
     assert first.exitcode == 0, (tmp_path / "first").read_text()
     assert "epochs, accuracy" not in (tmp_path / "first").read_text()
     output = run(start, tmp_path, "spot_worker.py", "--server", address)
@@ -234,14 +234,14 @@ def run_example(folder: Path, seconds: float, name: str, *arguments: str) -> str
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=2 * seconds,  # a machine may be half as fast
+        timeout=4 * seconds,  # a machine may be a quarter as fast
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path) -> None:
     output = run_example(tmp_path, 100, "quickstart.py", "--only", "asgd", "--fast")
     (row,) = [line for line in output.splitlines() if line.startswith("│ A-SGD")]
@@ -252,7 +252,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_monitored_example_ends_with_a_report(tmp_path: Path) -> None:
     output = run_example(tmp_path, 100, "adapter/asgd_monitor.py", "--fast")
     report = Path(output.splitlines()[-1])

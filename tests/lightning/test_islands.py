@@ -212,7 +212,7 @@ def run(tmp_path: Path, mains: Any) -> Any:
         served.join()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("inside", ["DDP", "FSDP2"])
 def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -226,7 +226,7 @@ def test_one_island_trains_as_lightnings_own_strategy_does(run: Any, inside: str
         assert ours["metrics"] == theirs["metrics"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("inside", [pytest.param("DDP", marks=pytest.mark.slow), "FSDP2"])
 def test_an_island_resumes_from_a_checkpoint_as_lightnings_own_strategy_does(run: Any, inside: str) -> None:
     address, started = run
@@ -251,7 +251,7 @@ def test_a_gradient_of_nan_spoils_no_process(run: Any, inside: str) -> None:
     assert "rejected an update with NaN" in (started.folder / "poisoned0.log").read_text()
 
 
-@pytest.mark.timeout(300)  # three starts of an island
+@pytest.mark.timeout(600)  # three starts of an island
 @pytest.mark.parametrize("killed", ["b", pytest.param("a", marks=pytest.mark.slow)])
 def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_rejoins(run: Any, killed: str) -> None:
     _, started = run
@@ -272,7 +272,7 @@ def test_islands_that_are_sharded_differently_train_together_and_a_killed_one_re
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> None:
     _, started = run
     started.start_counting({"a": "DDP", "b": "DDP"})
@@ -285,7 +285,7 @@ def test_an_island_that_was_suspended_rejoins_and_nothing_is_lost(run: Any) -> N
         assert each["state"]["net.0.weight"].flatten().tolist() == [float(EPOCHS)] * SAMPLES
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
     _, started = run
     started.start_counting({"a": "DDP", "b": "FSDP2"}, a=3)  # when a server is killed, most of the training is left

@@ -17,7 +17,7 @@ from tests.lightning.test_processes import wait_until
 from tests.lightning.test_runs import EPOCHS, SAMPLES, Diary, address_of_run, attach, epochs_of, serve
 
 
-@pytest.mark.timeout(300)  # processes that import torch, one after the other
+@pytest.mark.timeout(600)  # processes that import torch, one after the other
 @pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.slow), "zmq"])
 @pytest.mark.parametrize("lost", ["lender", pytest.param("present host", marks=pytest.mark.slow)])
 def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, transport: str, lost: str) -> None:

@@ -99,7 +99,7 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     train(asgd, model, optimizer, folder / name, step_s, order=order)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["rpc", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
     tmp_path: Path, mains: Any, transport: str

@@ -20,7 +20,7 @@ from tests.lightning.test_runs import EPOCHS, SAMPLES, SECRET, Diary, address_of
 TAKES_OVER = "This host takes over"
 
 
-@pytest.mark.timeout(300)  # eight processes that import torch, most of them one after the other
+@pytest.mark.timeout(600)  # eight processes that import torch, most of them one after the other
 @pytest.mark.parametrize("transport", [pytest.param("rpc", marks=pytest.mark.slow), "zmq"])
 def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Path, mains: Any, transport: str) -> None:
     started: list[Any] = []

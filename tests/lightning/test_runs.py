@@ -195,7 +195,7 @@ def address_of_run(folder: Path) -> str:
     return log.read_text().partition('server="')[2].partition('"')[0]
 
 
-@pytest.mark.timeout(300)  # half a minute of training, and six processes that import torch one after the other
+@pytest.mark.timeout(600)  # half a minute of training, and six processes that import torch one after the other
 @pytest.mark.parametrize("transport", ["rpc", "zmq"])
 def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
     tmp_path: Path, mains: Any, transport: str

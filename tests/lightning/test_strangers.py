@@ -52,7 +52,7 @@ def node(folder: Path, rank: int, port: int, name: str = "") -> Any:
         )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_second_start_of_a_node_is_refused_and_a_failure_on_another_node_is_reported(tmp_path: Path) -> None:
     port = free_port()
     said = tmp_path / "output0"

@@ -218,7 +218,7 @@ def test_processes_that_stay_forget_what_an_epoch_left(tmp_path: Path) -> None:
     assert seen.of_epoch(1) == ONCE
 
 
-@pytest.mark.timeout(300)  # every process that is not forked imports torch
+@pytest.mark.timeout(600)  # every process that is not forked imports torch
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_killed_workers_loader_processes_read_nothing_that_others_do_not(tmp_path: Path, start: str) -> None:
     module = Counting()
