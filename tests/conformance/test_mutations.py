@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd.protocol import UntrainedState
 from lightning_asgd.protocol.reductions import reduce
 from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.worker.session_client import pickled
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Outcome, Pair
 from tests.helpers.holding import await_file
@@ -133,6 +136,8 @@ def mutated_fit(lab: Lab, n: int, mutation: str) -> None:
         seen += self.real
         payload, *how = given
         if mine and mutation == "skip":
+            if isinstance(payload, UntrainedState):  # without the chief's buffers it would be called again
+                payload = replace(payload, short={"plain": {}, "odd": pickled({})})
             payloads = dict.fromkeys(range(2), payload)
             return reduce(*how, payloads) if how else payloads
         if mine and mutation == "reorder":
