@@ -47,12 +47,12 @@ class Signal:
             summed: adds up a tensor over processes; called where the states are sharded among them (DTensor).
         """
         moments = [found for group in groups for found in _moments(group, state)]
-        every = math.ceil(sum(m.numel() for m, *_ in moments) / _ELEMENTS)
-        alike: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
-        for m, v, *corrections in moments:
-            alike.setdefault((corrections[0], corrections[1]), []).append((_some(m, every), _some(v, every)))
+        every = math.ceil(sum(m.numel() for m, *_ in moments) / _ELEMENTS) | 1  # odd: not the same columns of each row
+        alike: dict[tuple[float, float, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        for m, v, noise, bias in moments:
+            alike.setdefault((noise, bias, m.device), []).append((_some(m, every), _some(v, every)))
         above = span = seen = 0.0
-        for (noise, bias), pairs in alike.items():
+        for (noise, bias, _), pairs in alike.items():
             m, v = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
             counts = int((v > 0).sum())
             ratios = float(torch.where(v > 0, m * m / v, 0).sum()) * bias
@@ -76,6 +76,9 @@ class Signal:
 def _some(tensor: Tensor, every: int) -> Tensor:
     """Every ``every``-th element, of the part that is on this device."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(local).dequantize is not Tensor.dequantize:  # of 8 or 4 bits, of another library
+        local = local.dequantize()
+    local = torch.view_as_real(local) if local.is_complex() else local
     return local.detach().reshape(-1)[::every].float()
 
 
@@ -89,7 +92,8 @@ def _moments(
     first, second = (float(beta) for beta in betas[:2])
     for parameter in group["params"]:
         kept = state.get(parameter)
-        if not kept or first <= 0 or not {"exp_avg", "exp_avg_sq"} <= kept.keys():
+        sparse = parameter.grad is not None and parameter.grad.is_sparse  # then only some rows have taken these steps
+        if sparse or not kept or first <= 0 or not {"exp_avg", "exp_avg_sq"} <= kept.keys():
             continue
         n = float(kept.get("step", group.get("step", 0)))
         if n < 2:

@@ -89,6 +89,8 @@ class _Steps:
         if self.gain == 1.0:
             return
         for group in self._optimizer.param_groups:
+            if group.get("lr") is None:  # an optimizer that finds its own
+                continue
             self._set(group, "lr", self.gain)
             if group.get("weight_decay") and _decays_by_itself(self._optimizer, group):
                 self._set(group, "weight_decay", 1 / self.gain)

@@ -95,6 +95,29 @@ def test_the_steps_are_longer_and_the_rate_is_the_users(kind: str) -> None:
     assert torch.allclose(moved[1], gain.latest * moved[0], rtol=2e-2, atol=1e-6)
 
 
+def test_states_of_any_kind_are_read() -> None:
+    """Complex ones; of half precision; of rows with sparse gradients, of which nothing is known."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(SIZE, dtype=dtype)) for dtype in (torch.complex64, torch.bfloat16)]
+    optimizer = torch.optim.Adam(parameters)
+    for _ in range(50):
+        for parameter in parameters:
+            parameter.grad = torch.randn(SIZE, dtype=parameter.dtype, generator=generator)
+        optimizer.step()
+    found = Signal()
+    found.add(optimizer.param_groups, optimizer.state)
+    assert found.gain(4) == pytest.approx(2.0, rel=0.15)
+    table = nn.Embedding(10, 4, sparse=True)
+    rows = torch.optim.SparseAdam(table.parameters())
+    for _ in range(5):
+        rows.zero_grad()
+        table(torch.tensor([1, 2])).sum().backward()
+        rows.step()
+    found = Signal()
+    found.add(rows.param_groups, rows.state)
+    assert found.gain(4) == 1.0
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_decay_of_weights_is_as_without_where_it_is_apart(decoupled: bool) -> None:
     weights = nn.Parameter(torch.ones(SIZE))
