@@ -53,7 +53,7 @@ class _Steps:
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
         self._undo = (
             optimizer.register_step_pre_hook(self._begin).remove,
-            optimizer.register_step_post_hook(self._end).remove,
+            optimizer.register_step_post_hook(lambda *_: self._restore()).remove,
         )
 
     def close(self) -> None:
@@ -104,9 +104,6 @@ class _Steps:
         else:
             group[name] = before * factor
             self._before.append((group, name, before, group[name]))
-
-    def _end(self, *_: Any) -> None:
-        self._restore()
 
     def _restore(self) -> None:
         """Give the user's values back, unless they were set meanwhile."""
