@@ -34,6 +34,7 @@ SECTIONS = {
         "Largest staleness": "staleness/max",
         "Distance from the servers' weights": "distance",
         "Gain of outer momentum": "outer_gain",
+        "Gain of the workers' steps": "gain",
         "Updates refused": "updates/refused",
         "Updates repeated": "updates/repeated",
     },
