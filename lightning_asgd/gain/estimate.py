@@ -13,6 +13,7 @@ worker's by :math:`1 / \sqrt{\gamma + (1 - \gamma) / N}`: between 1 and :math:`\
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Signal"]
+__all__ = ["Signal", "is_adam"]
 
 _FRESH = 0.3  # weight of the latest estimate
 _ELEMENTS = 1 << 18  # looked at, evenly spread: the mean over more is the same, and takes longer
@@ -73,6 +74,14 @@ class Signal:
         return 1 / math.sqrt(share + (1 - share) / workers)
 
 
+def is_adam(optimizer: Any) -> bool:
+    """Whether its class, or a base of it, is a kind of Adam by its name.
+
+    The states do not tell: LAMB has Adam's, and steps whose length does not depend on the noise.
+    """
+    return any(re.search("adam(?!ax|od)", kind.__name__.lower()) for kind in type(optimizer).__mro__)
+
+
 def _some(tensor: Tensor, every: int) -> Tensor:
     """Every ``every``-th element, of the part that is on this device."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -94,6 +103,8 @@ def _moments(
         kept = state.get(parameter)
         sparse = parameter.grad is not None and parameter.grad.is_sparse  # then only some rows have taken these steps
         if sparse or not kept or first <= 0 or not {"exp_avg", "exp_avg_sq"} <= kept.keys():
+            continue
+        if kept["exp_avg"].shape != kept["exp_avg_sq"].shape:  # one square for a whole tensor
             continue
         n = float(kept.get("step", group.get("step", 0)))
         if n < 2:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.gain.estimate import Signal
+from lightning_asgd.gain.estimate import Signal, is_adam
 
 __all__ = ["Gain"]
 
@@ -51,14 +51,13 @@ class _Steps:
         self._optimizer, self._workers, self._summed = optimizer, workers, summed
         self._signal, self._taken, self.gain = Signal(), 0, 0.0
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
-        self._undo = (
-            optimizer.register_step_pre_hook(self._begin).remove,
-            optimizer.register_step_post_hook(lambda *_: self._restore()).remove,
-        )
+        self._before_step = optimizer.register_step_pre_hook(self._begin)
+        self._after_step = optimizer.register_step_post_hook(self._end)
 
     def close(self) -> None:
-        for undo in self._undo:
-            undo()
+        self._restore()  # a step may have failed
+        self._before_step.remove()
+        self._after_step.remove()
 
     def _begin(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A closure trains a batch, and may log or set the learning rate: the gain is for what follows it."""
@@ -78,9 +77,16 @@ class _Steps:
             return (optimizer, train, *args[2:]), kwargs
         return args, {**kwargs, "closure": train}
 
+    def _end(self, *_: Any) -> None:
+        self._restore()
+        self._before_step.remove()  # and last again: hooks that came since may set the rate
+        self._before_step = self._optimizer.register_step_pre_hook(self._begin)
+
     def _lengthen(self) -> None:
+        self._restore()  # an optimizer whose step calls that of its base class has hooks around both
         workers = self._workers()
-        if workers > 1 and (self._taken % _EVERY == 0 or not self._signal.range):
+        due = self._taken % _EVERY == 0 or not self._signal.range
+        if workers > 1 and due and is_adam(self._optimizer):
             self._signal.add(self._optimizer.param_groups, self._optimizer.state, self._summed)
         self._taken += 1
         if not self._signal.range:
@@ -97,7 +103,9 @@ class _Steps:
 
     def _set(self, group: dict[str, Any], name: str, factor: float) -> None:
         before = group[name]
-        if isinstance(before, Tensor):  # a captured graph may hold it
+        if isinstance(before, Tensor):  # a captured graph may hold it, and several groups
+            if any(before is each for *_, each in self._before):
+                return
             kept = before.clone()
             before.mul_(factor)
             self._before.append((group, name, kept, before))

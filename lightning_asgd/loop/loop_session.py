@@ -78,9 +78,9 @@ class LoopSession(Participation, Trainee):
             self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
         self._share_posterior()
         self.tables.watch(optimizers)
-        if config.gain:
-            self._gain.watch(optimizers)
         self._undo = [each.register_step_pre_hook(self._before_step).remove for each in optimizers]
+        if config.gain:  # between these hooks, which see the program's rate
+            self._gain.watch(optimizers)
         self._undo += [each.register_step_post_hook(self._count_step).remove for each in optimizers]
 
     @property

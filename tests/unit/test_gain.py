@@ -123,10 +123,11 @@ def test_the_decay_of_weights_is_as_without_where_it_is_apart(decoupled: bool) -
     weights = nn.Parameter(torch.ones(SIZE))
     make = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = make([weights], 1e-3, weight_decay=0.5)
-    gain = Gain(lambda: 4.0)
+    gain, seen = Gain(lambda: 4.0), []
+    optimizer.register_step_post_hook(
+        lambda o, *_: seen.append(o.param_groups[0]["weight_decay"])
+    )  # before the restore
     gain.watch([optimizer])
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["weight_decay"]))
     train(optimizer, weights, 50, 1.0, 0.0)
     assert gain.latest > 1.5
     assert seen[-1] == pytest.approx(0.5 / gain.latest if decoupled else 0.5)
@@ -199,3 +200,97 @@ def test_it_leaves_optimizers_as_they_were() -> None:
     assert gain.latest == 0.0
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_step_that_calls_its_base_class_is_lengthened_once() -> None:
+    """torch calls the hooks around both."""
+
+    class Calls(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    weights = nn.Parameter(torch.zeros(SIZE))
+    torch.optim.Adam([weights])  # hooks are put around a class's step when it is first used
+    optimizer = Calls([weights], 1e-3)
+    gain, generator = Gain(lambda: 4.0), torch.Generator().manual_seed(0)
+    gain.watch([optimizer])
+
+    def closure() -> float:
+        weights.grad = torch.randn(SIZE, generator=generator)
+        return 0.0
+
+    for _ in range(12):
+        before = weights.detach().clone()
+        optimizer.step(closure)
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        assert float((weights - before).detach().abs().max()) < 3 * 1e-3
+
+
+def test_groups_may_share_a_rate_that_is_a_tensor() -> None:
+    weights = [nn.Parameter(torch.zeros(SIZE)) for _ in range(2)]
+    rate = torch.tensor(1e-3)
+    optimizer = torch.optim.AdamW([{"params": w, "lr": rate} for w in weights], lr=rate, foreach=False)
+    gain, seen = Gain(lambda: 4.0), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(float(rate)))  # before the restore
+    gain.watch([optimizer])
+    for _ in range(12):
+        for parameter in weights:
+            parameter.grad = torch.randn(SIZE)
+        optimizer.step()
+        assert float(rate) == pytest.approx(1e-3)
+    assert 1.5e-3 < max(seen) <= 2e-3 + 1e-6
+
+
+def test_a_hook_that_lowers_the_rate_lowers_the_users() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.Adam([weights], 1e-3)
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    train(optimizer, weights, 1, 1.0)
+
+    def lower(optimizer: Any, *_: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.9
+
+    optimizer.register_step_pre_hook(lower)
+    train(optimizer, weights, 1, 1.0)
+    before = optimizer.param_groups[0]["lr"]
+    train(optimizer, weights, 10, 1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(before * 0.9**10)
+    assert gain.latest > 1
+
+
+def test_the_end_of_a_fit_restores_the_rate_after_a_step_that_failed() -> None:
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = torch.optim.Adam([weights], 1e-3)
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    train(optimizer, weights, 30, 1.0, 0.0)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no step")
+
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    gain.close()
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_other_optimizers_with_states_of_these_names_take_their_own_steps(scalar: bool) -> None:
+    """LAMB, and NovoGrad with one square for a whole tensor; the latter as a kind of Adam, too."""
+
+    def step(self: Any, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            state["exp_avg"] = parameter.grad.clone()
+            state["exp_avg_sq"] = parameter.grad.square().sum() if scalar else parameter.grad.square()
+
+    kind = type("NovoAdam" if scalar else "Lamb", (torch.optim.Optimizer,), {"step": step})
+    weights = nn.Parameter(torch.zeros(SIZE))
+    optimizer = kind([weights], {"lr": 1e-3, "betas": (0.9, 0.999)})
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    train(optimizer, weights, 12, 1.0, 0.0)
+    assert gain.latest == 0.0
