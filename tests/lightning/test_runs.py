@@ -222,9 +222,8 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         release(tmp_path, "a")
         wait_until(lambda: epochs("b") >= 2, 30, "training with a second worker")
         servers_of(served.pid)[0].kill()
-        wait_until(
-            lambda: "A replacement is being started." in (tmp_path / "serve.log").read_text(), 40, "another server"
-        )
+        log = tmp_path / "serve.log"
+        wait_until(lambda: "A replacement is being started." in log.read_text(), 40, "another server")
         before = epochs("b")
         hold(tmp_path, "b", epoch=7)
         wait_until(lambda: epochs("b") > before + 1, 30, "training with another server")
