@@ -10,7 +10,7 @@ RUN := $(VENV)/bin/python
 # Hundreds of processes import torch, and without its byte code each of them compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 # Groups of tests run side by side, since many tests wait for processes: all that is in no group prints as it runs, beside
-# SLOTS groups, of which the longest begin. Their output follows, and after it what failed in any group. More groups at a
+# SLOTS other groups, the longest first. Their output follows, and after it what failed in any group. More groups at a
 # time end no sooner on two cores, but time out there.
 SLOTS := 3
 GROUPS := 'tests/component' 'tests/lightning/test_[p-z]*.py' 'tests/lightning/test_[a-l]*.py tests/transport' \

@@ -67,9 +67,9 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         self._logged = (-1, -1)  # samples and pushes of worker 0 when it logged last
         self._logs = False  # whether it has begun to
 
-    def __reduce__(self) -> Any:
-        """A copy is one that has not begun: what this one measures belongs to the fit."""
-        return type(self), (self.every_n_seconds,)
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy, without the running fit's meter and log."""
+        return {**self.__dict__, "_meter": None, "_journal": None}
 
     # ------------------------------------------------------------------ counting, on every worker
 

@@ -122,9 +122,9 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
 def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any]) -> str | None:
     """What to do where workers' updates learn more slowly than DDP with the same settings, or move the weights too far.
 
-    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees:
-    without the gain, and with Adamax, whose states do not show the noise. Else it is the age of the weights: `make
-    sets`, and the same with ``nsync=2``.
+    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
+    The gain makes up for that, but not with Adamax, whose states do not show the noise. The other cause is the age of
+    the weights: `make sets`, and the same with ``nsync=2``.
     """
     algorithm = config.algorithm
     names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]

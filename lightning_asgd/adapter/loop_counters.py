@@ -197,9 +197,9 @@ def set_global_step(trainer: Any, step: int, before: int) -> None:
     """Set ``trainer.global_step``, which was ``before``, and the loggers' step."""
     count_steps(trainer, step)
     # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker stays at
-    # one step for several batches and must log once.
-    again = step == before and step % max(1, trainer.log_every_n_steps) == 0
-    logged_step.set(trainer, step if again else step - 1)
+    # one step for several batches and must log once; if every step is logged it logs this one again.
+    again = step == before and trainer.log_every_n_steps > 1 and step % trainer.log_every_n_steps == 0
+    logged_step.set(trainer, step if again else max(0, step - 1))
 
 
 def steps_of_fit(trainer: Any, config: ExchangeConfig) -> float:

@@ -29,10 +29,10 @@ _ELEMENTS = 1 << 18  # looked at, evenly spread: the mean over more is the same,
 
 @dataclass
 class Signal:
-    """A smoothed estimate: the share is ``above / range``. Both are 0 before the first one."""
+    """Smoothed: how far the mean ratio, and that of pure signal, lie above that of pure noise. 0 before the first."""
 
     above: float = 0.0
-    range: float = 0.0
+    span: float = 0.0
 
     def add(
         self,
@@ -62,15 +62,15 @@ class Signal:
             above, span, seen = summed(torch.tensor([above, span, seen], dtype=torch.float64)).tolist()
         if not seen or not math.isfinite(above):
             return
-        fresh = _FRESH if self.range else 1.0
+        fresh = _FRESH if self.span else 1.0
         self.above += fresh * (above / seen - self.above)
-        self.range += fresh * (span / seen - self.range)
+        self.span += fresh * (span / seen - self.span)
 
     def gain(self, workers: float) -> float:
         """What a step of one of N workers is to be multiplied with; 1 while nothing is known."""
-        if self.range <= 0 or workers <= 1:
+        if self.span <= 0 or workers <= 1:
             return 1.0
-        share = min(1.0, max(0.0, self.above / self.range))
+        share = min(1.0, max(0.0, self.above / self.span))
         return 1 / math.sqrt(share + (1 - share) / workers)
 
 

@@ -85,11 +85,11 @@ class _Steps:
     def _lengthen(self) -> None:
         self._restore()  # an optimizer whose step calls that of its base class has hooks around both
         workers = self._workers()
-        due = self._taken % _EVERY == 0 or not self._signal.range
+        due = self._taken % _EVERY == 0 or not self._signal.span
         if workers > 1 and due and is_adam(self._optimizer):
             self._signal.add(self._optimizer.param_groups, self._optimizer.state, self._summed)
         self._taken += 1
-        if not self._signal.range:
+        if not self._signal.span:
             return
         self.gain = self._signal.gain(workers)
         if self.gain == 1.0:
@@ -98,7 +98,7 @@ class _Steps:
             if group.get("lr") is None:  # an optimizer that finds its own
                 continue
             self._set(group, "lr", self.gain)
-            if group.get("weight_decay") and _decays_by_itself(self._optimizer, group):
+            if group.get("weight_decay") and _is_decoupled(self._optimizer, group):
                 self._set(group, "weight_decay", 1 / self.gain)
 
     def _set(self, group: dict[str, Any], name: str, factor: float) -> None:
@@ -125,7 +125,7 @@ class _Steps:
         self._before.clear()
 
 
-def _decays_by_itself(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether the decay is apart from the gradient, and as long as the learning rate says (AdamW)."""
+def _is_decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether the optimizer subtracts the decay from the weights, not adds it to the gradient: AdamW."""
     by_name = any("adamw" in kind.__name__.lower() for kind in type(optimizer).__mro__)
     return bool(group.get("decoupled_weight_decay", by_name))

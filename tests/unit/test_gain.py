@@ -44,7 +44,7 @@ def test_the_share_of_signal(kind: str, signal: float, noise: float, share: floa
     train(optimizer, weights, steps, noise, signal)
     found = Signal()
     found.add(optimizer.param_groups, optimizer.state)
-    assert found.above / found.range == pytest.approx(share, abs=0.05 if steps > 100 else 0.2)
+    assert found.above / found.span == pytest.approx(share, abs=0.05 if steps > 100 else 0.2)
     expected = 1 / math.sqrt(share + (1 - share) / 16)
     assert found.gain(16) == pytest.approx(expected, rel=0.15 if steps > 100 else 0.5)
     assert found.gain(1) == 1.0
@@ -124,9 +124,8 @@ def test_the_decay_of_weights_is_as_without_where_it_is_apart(decoupled: bool) -
     make = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = make([weights], 1e-3, weight_decay=0.5)
     gain, seen = Gain(lambda: 4.0), []
-    optimizer.register_step_post_hook(
-        lambda o, *_: seen.append(o.param_groups[0]["weight_decay"])
-    )  # before the restore
+    # Hooks run in the order of registration: this one before the decay is restored.
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(o.param_groups[0]["weight_decay"]))
     gain.watch([optimizer])
     train(optimizer, weights, 50, 1.0, 0.0)
     assert gain.latest > 1.5
