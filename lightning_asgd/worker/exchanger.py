@@ -198,7 +198,7 @@ class Channel:
         if push and fetch:
             servers_s = sum(r.busy_s for r in replies) if self.replica.shares_memory else 0.0  # of this machine
             cost_s = max(pending.cost_s + merge_s, device_s) + servers_s  # a device works while this thread does
-            schedule.answered(step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
+            schedule.answered(pending.step, step_s=pending.step_s, trip_s=trip_s, cost_s=cost_s, sync=sync)
         self.stats.sync_wait_s += wait_s if sync else 0.0
         record = self.shards.record(pending, round_trip_s=self._clock() - pending.begun, wait_s=0.0 if sync else wait_s)
         self.stats.add(record, pushed=push, fetched=fetch)

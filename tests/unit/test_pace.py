@@ -14,7 +14,7 @@ SECONDS = st.floats(1e-4, 10.0)
 def test_the_smallest_period_that_hides_the_exchange_and_costs_little(step: float, rtt_s: float, cost: float) -> None:
     pace = Pace(10)
     for _ in range(9):
-        pace.note(step_s=step, trip_s=rtt_s, cost_s=cost)
+        pace.note(1000, step_s=step, trip_s=rtt_s, cost_s=cost)
     period = pace.period
     hidden, cheap = rtt_s <= period * step * 1.0001, cost <= 0.02501 * period * step
     assert period == 10_000 or (hidden and cheap)
@@ -22,19 +22,29 @@ def test_the_smallest_period_that_hides_the_exchange_and_costs_little(step: floa
         assert (period - 1) * step < rtt_s * 1.0001 or 0.025 * (period - 1) * step < cost * 1.0001
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(0, 2), (64, 2), (128, 4), (320, 10), (640, 20), (10_000, 20)])
+def test_early_exchanges_may_cost_more(steps: int, expected: int) -> None:
+    pace = Pace(1)
+    pace.note(steps, step_s=0.1, trip_s=0.01, cost_s=0.05)
+    assert pace.period == expected
+    pace.note(steps, step_s=0.1, trip_s=3.0, cost_s=0.05)  # the period hides the exchange at any time
+    pace.note(steps, step_s=0.1, trip_s=3.0, cost_s=0.05)
+    assert pace.period == 30
+
+
 def test_it_follows_a_network_that_becomes_slow_and_fast_again_and_ignores_a_single_delay() -> None:
     pace = Pace(10)
     for rtt_s, expected in ((0.02, 2), (1.0, 100), (0.05, 5)):
         for _ in range(9):
-            pace.note(step_s=0.01, trip_s=rtt_s, cost_s=0.0)
+            pace.note(1000, step_s=0.01, trip_s=rtt_s, cost_s=0.0)
         assert pace.period == expected
-    pace.note(step_s=0.01, trip_s=60.0, cost_s=5.0)
+    pace.note(1000, step_s=0.01, trip_s=60.0, cost_s=5.0)
     assert pace.period == 5
 
 
 def test_before_anything_is_known_it_says_what_it_was_told() -> None:
     pace = Pace(10)
-    pace.note(step_s=0.0, trip_s=1.0, cost_s=1.0)
+    pace.note(1000, step_s=0.0, trip_s=1.0, cost_s=1.0)
     assert pace.period == 10
 
 
@@ -42,6 +52,7 @@ def test_settings() -> None:
     config = ExchangeConfig.create(nsync="auto")
     assert config.auto
     assert config.npush == config.nfetch == 10
+    assert Schedule(config, lead=0).nsync == 1  # the first exchange soon, so that its cost is known
     assert not ExchangeConfig.create(nsync=10).auto
     with pytest.raises(ValueError, match="nsync='auto' was given together with nfetch=3 and npush=None"):
         ExchangeConfig.create(nsync="auto", nfetch=3)
@@ -74,7 +85,7 @@ def test_an_exchange_will_probably_take_the_shorter_time_of_the_latest_two() -> 
     schedule = Schedule(ExchangeConfig.create(nsync=4), lead=0)
     took = []
     for trip_s in (3.0, 9.0, 5.0, 1.0):
-        schedule.answered(step_s=1.0, trip_s=trip_s, cost_s=0.0, sync=False)
+        schedule.answered(1, step_s=1.0, trip_s=trip_s, cost_s=0.0, sync=False)
         took.append(schedule.trip_s)
     assert took == [3.0, 3.0, 5.0, 1.0]
     schedule.forget_trip()
