@@ -18,7 +18,6 @@ __all__ = [
     "SERVER_ENV",
     "ExchangeConfig",
     "Timeouts",
-    "positive_int",
     "seconds",
     "server_address",
 ]
@@ -136,20 +135,20 @@ class ExchangeConfig:
         _check_period(nsync, nfetch, npush, rule)
         _check_rounds(nsync, overlap, rule)
         auto, restarted = nsync == "auto", nsync == "restarted"
-        nsync = _FIRST_NSYNC if auto or restarted else positive_int("nsync", nsync)
+        nsync = _FIRST_NSYNC if auto or restarted else whole("nsync", nsync)
         if overlap is not None and not isinstance(overlap, bool):
             raise ConfigurationError(
                 f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
             )
         _check_others(timeouts, offload, gain, rule)
         return cls(
-            nfetch=nsync if nfetch is None else positive_int("nfetch", nfetch),
-            npush=nsync if npush is None else positive_int("npush", npush),
+            nfetch=nsync if nfetch is None else whole("nfetch", nfetch),
+            npush=nsync if npush is None else whole("npush", npush),
             auto=auto,
             restarted=restarted,
             algorithm=rule,
             overlap=rule.overlap if overlap is None else overlap,
-            max_offline_steps=positive_int("max_offline_steps", max_offline_steps),
+            max_offline_steps=whole("max_offline_steps", max_offline_steps),
             timeouts=timeouts or Timeouts(),
             compression=_code(compression, rule),
             snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
@@ -229,12 +228,3 @@ def seconds(name: str, value: Any) -> float:
         f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait as long as "
         f"possible, pass the largest."
     )
-
-
-def positive_int(name: str, value: Any) -> int:
-    """Check that a setting is a whole number of at least 1.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
-    return whole(name, value)

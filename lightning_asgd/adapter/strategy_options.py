@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_asgd.config import positive_int
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import name_of_units
 from lightning_asgd.loop.job_options import JobOptions
+from lightning_asgd.validation import whole
 
 __all__ = ["StrategyOptions"]
 
@@ -68,7 +68,7 @@ class StrategyOptions(JobOptions):
         """Check what was given together with ``island``."""
         algorithm = self.config.algorithm
         if isinstance(self.island, int):
-            positive_int("island", self.island)
+            whole("island", self.island)
         if self.server is None:
             self._check_one_machine(f"island={self.island!r}", "the servers of islands run on the first machine.")
             self._check_run(f"island={self.island!r}")

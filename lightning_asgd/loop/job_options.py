@@ -10,12 +10,13 @@ from typing import Any
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import check_units
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
+from lightning_asgd.validation import whole
 
 __all__ = ["JobOptions", "LoopOptions"]
 
@@ -79,8 +80,8 @@ class JobOptions:
             expected = " or ".join(map(repr, _ON_FAILURE))
             raise ConfigurationError(f"on_worker_failure={self.on_worker_failure!r}. Expected {expected}.")
         _ = self.policy
-        positive_int("num_servers", self.num_servers)
-        if positive_int("server_machines", self.server_machines) > self.num_servers:
+        whole("num_servers", self.num_servers)
+        if whole("server_machines", self.server_machines) > self.num_servers:
             raise ConfigurationError(
                 f"server_machines={self.server_machines} was given with num_servers={self.num_servers}. Expected at "
                 "least one server per machine."
@@ -147,7 +148,7 @@ class JobOptions:
         """What becomes of a session when workers fail."""
         return Policy(
             silence_s=self.config.timeouts.silence_s,
-            min_workers=positive_int("min_workers", self.min_workers),
+            min_workers=whole("min_workers", self.min_workers),
             abort=self.on_worker_failure == "abort",
             another_chief=self.another_chief,
         )
@@ -171,7 +172,7 @@ class LoopOptions(JobOptions):
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
         super().__post_init__()
         if self.total_steps is not None:
-            positive_int("total_steps", self.total_steps)
+            whole("total_steps", self.total_steps)
         if self.config.restarted and self.total_steps is None:
             raise ConfigurationError(
                 "nsync='restarted' was given without total_steps. Expected total_steps=..., the number of optimizer "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_asgd.config import positive_int
 from lightning_asgd.loop.leased_pass import LeasedPass, SharedData, share
 from lightning_asgd.loop.loop_session import LoopSession
+from lightning_asgd.validation import whole
 
 __all__ = ["LoopControls"]
 
@@ -56,7 +56,7 @@ class LoopControls:
 
     def _pass_over(self, data: Any, accumulate: int, options: dict[str, Any]) -> LeasedPass:
         session = self._in_use
-        positive_int("accumulate", accumulate)
+        whole("accumulate", accumulate)
         if self._data is None or self._data.data is not data or self._data.options != options:
             self._close_data()
             self._data = share(data, options, session.state.seed)

@@ -135,6 +135,7 @@ class SessionState:
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
         if message.weights is not None:
+            self.buffers.forget_common(message.fragment)
             return shard.replace(message.weights)
         try:
             return shard.state() if message.state is None else shard.restore(message.state)

@@ -104,6 +104,11 @@ class Buffers:
             log.exception("The reply to an exchange of worker %d failed", message.worker)
             return ASGDError(f"A server failed on its reply to worker {message.worker}: {error!r}. This is a bug.")
 
+    def forget_common(self, fragment: int) -> None:
+        """Send the next common weights whole: they were set, and a coded difference would round them."""
+        if fragment in self._common:
+            self._common[fragment].values = None
+
     def forget(self, worker: int) -> None:
         """Release what is kept for a worker."""
         for fragment in self._fragments:

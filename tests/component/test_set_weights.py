@@ -72,6 +72,23 @@ def part(collectives: Collectives, algorithm: Algorithm | None = None, **setting
 ALGORITHMS = [ASGD("sum"), Downpour(), EASGD(), DiLoCo(), StreamingDiLoCo(parts=2)]
 
 
+@pytest.mark.parametrize("code", ["bf16", "int8", "topk"])
+def test_a_code_does_not_round_weights_that_are_set(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_asgd.transports.shared_memory.create", lambda *_: None)  # as on another machine
+
+    def work(collectives: Collectives, rank: int) -> Any:
+        module, mine = part(collectives, ASGD(), compression=code)
+        for step in (0.1, 0.7):
+            mine.interval(step * (rank + 1))
+            with torch.no_grad():
+                module.first.copy_(torch.tensor([1 / 3, 0.0, step / 7]))
+            mine.take_set_weights()
+        return module.first.tolist(), mine.synchronizer.versions
+
+    (mine, _), (theirs, _) = together(2, work)
+    assert mine == theirs == torch.tensor([1 / 3, 0.0, 0.7 / 7]).tolist()
+
+
 @pytest.mark.parametrize("setting", [(0, 1), (0,)], ids=["all", "the chief"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
 def test_weights_that_are_set_are_those_of_all_and_what_was_before_is_gone(

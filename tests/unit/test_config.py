@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync, StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig, Timeouts, positive_int
+from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ConfigurationError
 
 NOT_POSITIVE_INTEGERS = [0, -1, 1.5, 10.0, True, False, "10", float("nan"), float("inf"), [10]]
@@ -119,10 +119,6 @@ def test_settings_are_frozen() -> None:
         Timeouts().start_s = 1.0  # type: ignore[misc]
     with pytest.raises(FrozenInstanceError):
         ExchangeConfig.create(nsync=1).npush = 2  # type: ignore[misc]
-
-
-def test_positive_int_returns_what_it_checked() -> None:
-    assert positive_int("num_servers", 3) == 3
 
 
 def check_text(error: Exception, *parts: str) -> None:
