@@ -11,7 +11,8 @@ from lightning_asgd.config import ExchangeConfig
 
 __all__ = ["Pace", "Schedule", "Turns"]
 
-_OVERHEAD, _EARLY, _EARLY_STEPS = 0.025, 0.25, 64  # share of training time that exchanges may cost; and at first
+_OVERHEAD = 0.025  # share of training time that exchanges may cost, as far as a worker can measure it
+_EARLY, _EARLY_STEPS = 0.25, 64  # the share during a worker's first steps; then it falls as 1 / steps
 _KEPT = 9  # exchanges in the window: odd, and enough for a median to ignore an outlier
 _MOST = 10_000
 _FORGET = 0.8  # weight at a sync point of how long an exchange took

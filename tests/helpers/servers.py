@@ -75,7 +75,7 @@ def servers_of(pid: int) -> list[psutil.Process]:
     """The servers that a process has started; those that are kept ready come last."""
     found = []
     # By age: after thousands of processes their numbers begin again, and a younger one may have the lower number.
-    for process in sorted(psutil.Process(pid).children(), key=lambda child: child.create_time()):
+    for process in sorted(psutil.Process(pid).children(), key=psutil.Process.create_time):
         with contextlib.suppress(psutil.Error):  # the process has ended
             if process.name() == FORKED or "lightning_asgd.server.server_process" in process.cmdline():
                 found.append(process)

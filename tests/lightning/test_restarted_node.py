@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.helpers.ports import free_port
 from tests.helpers.programs import ROOT, environment
+from tests.helpers.servers import servers_of
 from tests.lightning.test_processes import wait_until
 
 SCRIPT = """
@@ -95,12 +95,6 @@ def test_a_restarted_node_trains_with_the_others_again(tmp_path: Path) -> None:
     assert f"replaces process {jobs[1].pid} on" in said[0]
 
 
-def servers(pid: int) -> list[psutil.Process]:
-    """The servers that a process has started, oldest first."""
-    found = [each for each in psutil.Process(pid).children() if "lightning_asgd.server" in " ".join(each.cmdline())]
-    return sorted(found, key=psutil.Process.create_time)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("secret", [None, "of this job"], ids=["rpc", "zmq"])
 def test_the_first_node_may_be_started_again_while_another_hosts_the_servers(
@@ -122,7 +116,7 @@ def test_the_first_node_may_be_started_again_while_another_hosts_the_servers(
             jobs[before].wait()
             jobs.append(node(tmp_path, 0, port, name))
             train(jobs[-1])
-        (server, *_) = servers(jobs[1].pid)
+        (server, *_) = servers_of(jobs[1].pid)
         server.kill()  # its replacement knows that worker 0 is there again, and that worker 1 is chief
         for job in (jobs[1], jobs[-1]):
             (tmp_path / f"in{job.pid}").unlink()
