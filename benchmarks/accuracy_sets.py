@@ -333,10 +333,10 @@ def compared(found: dict[Cell, float], cell: Cell, measure: str) -> tuple[str, b
 
 
 def tables(found: dict[Cell, float]) -> tuple[str, bool]:
-    """As Markdown; and whether default A-SGD reaches the goal everywhere."""
+    """As Markdown; and whether A-SGD reaches the goal everywhere."""
     good = True
     lines = [
-        "Default A-SGD minus DDP by seed, mean and standard error; DDP's mean in brackets. Bold: beyond the goal.",
+        "A-SGD (`nsync=10`) minus DDP by seed, mean and standard error; DDP's mean in brackets. Bold: beyond the goal.",
         "",
         "| | | " + " | ".join(f"{n} workers" for n in WORKERS) + " |",
         "|---|---|" + "---:|" * len(WORKERS),

@@ -49,7 +49,7 @@ def train(system: str, epochs: int, fold: int, *, slow: bool = False) -> dict[st
     trainer = Trainer(
         accelerator="gpu" if torch.cuda.device_count() > 1 else "cpu",
         devices=2,
-        strategy=ASGDStrategy(nsync=10) if system == "asgd" else "ddp",  # all that A-SGD needs
+        strategy=ASGDStrategy() if system == "asgd" else "ddp",  # all that A-SGD needs
         max_epochs=epochs,
         callbacks=[meter, *([Slow()] if slow else [])],
         logger=False,

@@ -1,4 +1,4 @@
-"""Asynchronous SGD for PyTorch Lightning, ``Trainer(strategy=ASGDStrategy(nsync=10))``, and for plain training loops.
+"""Asynchronous SGD for PyTorch Lightning, ``Trainer(strategy=ASGDStrategy())``, and for plain training loops.
 
 The names that need Lightning are loaded when they are first used, so that server processes never import it.
 """

@@ -22,7 +22,7 @@ __all__ = [
     "server_address",
 ]
 
-_FIRST_NSYNC = 10  # until a worker has measured something
+_NSYNC = 10  # where it is not "auto", and until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
 
 
@@ -99,7 +99,7 @@ class ExchangeConfig:
     def create(
         cls,
         *,
-        nsync: Any,
+        nsync: Any = None,
         nfetch: Any = None,
         npush: Any = None,
         algorithm: Any = None,
@@ -115,31 +115,29 @@ class ExchangeConfig:
         """Check what a user gave.
 
         Args:
-            nsync: default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these.
+            nsync: default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None means
+                ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
             nfetch: steps between two fetches; None means ``nsync``.
             npush: steps between two pushes; None means ``nsync``.
             algorithm: an algorithm or its name; None means :class:`ASGD`.
             scale: that of :class:`ASGD`; given only with this algorithm.
-            overlap: see the attribute; None means what the algorithm does by itself.
-            max_offline_steps: see the attribute.
+            overlap: None means what the algorithm does by itself.
+            max_offline_steps, snapshot_every_s, offload: see the attributes.
             timeouts: None means the defaults.
             compression: a compression or its name, or "auto"; None for none.
-            snapshot_every_s: see the attribute.
-            offload: see the attribute.
-            gain: see the attribute; without effect where the algorithm does not apply the mean of workers' steps.
+            gain: without effect where the algorithm does not apply the mean of workers' steps.
 
         Raises:
             ConfigurationError: a value is of the wrong type or out of range.
         """
         rule = find(algorithm, scale)
+        if nsync is None:
+            plain = type(rule) is ASGD and not rule.transforms
+            nsync = "auto" if plain and nfetch is None is npush else _NSYNC
         _check_period(nsync, nfetch, npush, rule)
         _check_rounds(nsync, overlap, rule)
         auto, restarted = nsync == "auto", nsync == "restarted"
-        nsync = _FIRST_NSYNC if auto or restarted else whole("nsync", nsync)
-        if overlap is not None and not isinstance(overlap, bool):
-            raise ConfigurationError(
-                f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
-            )
+        nsync = _NSYNC if auto or restarted else whole("nsync", nsync)
         _check_others(timeouts, offload, gain, rule)
         return cls(
             nfetch=nsync if nfetch is None else whole("nfetch", nfetch),
@@ -189,6 +187,10 @@ def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
 def _check_rounds(nsync: Any, overlap: Any, rule: Algorithm) -> None:
     """Raise if workers that train on until a round is over are to wait, or to exchange as often as that lasts."""
     name = type(rule).__name__
+    if overlap is not None and not isinstance(overlap, bool):
+        raise ConfigurationError(
+            f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
+        )
     if rule.timed and nsync == "auto":
         raise ConfigurationError(
             f"nsync='auto' was given with {name}, whose replies wait for other workers. Expected a number of steps."

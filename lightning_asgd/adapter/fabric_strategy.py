@@ -77,7 +77,7 @@ class _OnDevice:
 
 
 class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: ignore[misc]
-    """Trains with asynchronous SGD in a loop with Fabric: ``Fabric(strategy=FabricASGDStrategy(nsync=10), devices=2)``.
+    """Trains with asynchronous SGD in a loop with Fabric: ``Fabric(strategy=FabricASGDStrategy(), devices=2)``.
 
     ``fabric.setup(module, optimizer)`` joins the other workers. ``fabric.strategy.batches(...)`` leases data to them as
     :class:`~lightning_asgd.AsyncSGD` does, ``fabric.strategy.epochs(...)`` and ``fabric.strategy.sync()`` likewise. A
@@ -103,7 +103,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     Example:
         >>> from lightning.fabric import Fabric
-        >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricASGDStrategy(nsync=10))
+        >>> fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricASGDStrategy())
     """
 
     strategy_name = "asgd"
@@ -111,7 +111,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     def __init__(
         self,
-        nsync: int | str = 10,
+        nsync: int | str | None = None,
         *,
         nfetch: int | None = None,
         npush: int | None = None,

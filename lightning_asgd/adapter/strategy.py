@@ -54,8 +54,9 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
-            ``"auto"``: the smallest number whose cost is negligible. Every worker measures steps, exchanges and the
-            servers while it trains, and adapts. ``"restarted"``: what theory gives for ``algorithm="local_sgd"``.
+            ``"auto"``: the smallest number whose cost is negligible, and smaller ones at first. Every worker measures
+            steps, exchanges and the servers while it trains, and adapts. ``"restarted"``: what theory gives for
+            ``algorithm="local_sgd"``. None: ``"auto"``; 10 with other algorithms than ``ASGD``, or with transforms.
         nfetch, npush: steps between two fetches of the weights, and between two pushes, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.
@@ -127,7 +128,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     Example:
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ASGDStrategy(nsync=10), logger=False)
+        >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ASGDStrategy(), logger=False)
 
     References:
         Paine et al., "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural Network Training" (2013);
@@ -139,7 +140,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     def __init__(
         self,
-        nsync: int | str = 10,
+        nsync: int | str | None = None,
         *,
         nfetch: int | None = None,
         npush: int | None = None,

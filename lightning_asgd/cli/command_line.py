@@ -49,7 +49,7 @@ _CLOSING = """
 Exit codes: 0 success, 1 an error that the message explains (of doctor: a job
 would be refused), 2 a mistake in the options, 130 stopped with Ctrl-C.
 
-Training itself needs no command: Trainer(strategy=ASGDStrategy(nsync=10)).
+Training itself needs no command: Trainer(strategy=ASGDStrategy()).
 """
 _WIDTH = 78  # of descriptions
 

@@ -80,7 +80,7 @@ class AsyncSGD(LoopControls):
         server: str | None = None,
         run_id: str | None = None,
         seed: int = 0,
-        nsync: int | str = 10,
+        nsync: int | str | None = None,
         nfetch: int | None = None,
         npush: int | None = None,
         algorithm: Algorithm | str | None = None,

@@ -43,7 +43,7 @@ def _check_importable(kind: type) -> None:
 class JobOptions:
     """What a user gave; ``ASGDStrategy`` and ``AsyncSGD`` describe it."""
 
-    nsync: int | str
+    nsync: int | str | None
     nfetch: int | None
     npush: int | None
     algorithm: Algorithm | str | None
@@ -73,6 +73,8 @@ class JobOptions:
             if server is not None and self.transport == AUTO:
                 object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
         config = self.config
+        if self.nsync is None:
+            object.__setattr__(self, "nsync", "auto" if config.auto else config.npush)
         for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
             _check_importable(type(rule))
         check_name(self.transport)

@@ -115,11 +115,6 @@ class LoopSession(Participation, Trainee):
         """This worker's rank among those that take part."""
         return self._membership.rank_and_size[0]
 
-    @property
-    def in_pass(self) -> bool:
-        """Whether a pass over data has begun, and has not ended."""
-        return self._in_pass
-
     # ------------------------------------------------------------------ steps
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:

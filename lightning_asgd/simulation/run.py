@@ -89,7 +89,7 @@ class Simulation:
     servers: int = 1
     steps: int = 100
     epochs: int = 1
-    exchange: dict[str, Any] = field(default_factory=lambda: {"nsync": 10})
+    exchange: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[list[Parameter]], Optimizer] | None = None
     speed: Speed | Sequence[Speed] = field(default_factory=lambda: Constant(1.0))
     network: Network = field(default_factory=Network)
@@ -192,7 +192,7 @@ class Simulation:
                 f"exchange={self.exchange!r} has the unknown settings {sorted(unknown)}. Expected some of "
                 f"{sorted(known)}."
             )
-        config = ExchangeConfig.create(**{"nsync": 10, **self.exchange})
+        config = ExchangeConfig.create(**self.exchange)
         if config.restarted:
             raise ConfigurationError(
                 "exchange={'nsync': 'restarted'}. Expected a number of steps, such as that of the formula."

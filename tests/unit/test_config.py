@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync, StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.errors import ConfigurationError
@@ -18,6 +19,26 @@ def test_nsync_alone_gives_all_the_defaults() -> None:
     assert (config.nfetch, config.npush) == (7, 7)
     assert (config.algorithm, config.overlap, config.max_offline_steps) == (ASGD("mean"), True, 1000)
     assert config.timeouts == Timeouts()
+
+
+@pytest.mark.parametrize(
+    ("settings", "auto"),
+    [
+        ({}, True),
+        ({"algorithm": "asgd", "overlap": False}, True),
+        ({"scale": "sum"}, True),
+        ({"nfetch": 5}, False),
+        ({"npush": 5}, False),
+        ({"algorithm": "easgd"}, False),
+        ({"algorithm": "diloco"}, False),
+        ({"algorithm": ASGD(transforms=(SoftSync(2),))}, False),
+    ],
+)
+def test_the_usual_period_is_auto_where_servers_apply_pushes_as_they_come(settings: dict[str, Any], auto: bool) -> None:
+    config = ExchangeConfig.create(**settings)
+    assert config.auto is auto
+    assert {config.nfetch, config.npush} - {5} == {10}
+    assert ASGDStrategy(**settings).settings["nsync"] == ("auto" if auto else config.npush)
 
 
 def test_nfetch_and_npush_go_before_nsync() -> None:
@@ -53,7 +74,7 @@ def test_other_settings_are_kept() -> None:
     assert config.timeouts is timeouts
 
 
-@pytest.mark.parametrize("value", [*NOT_POSITIVE_INTEGERS, None])
+@pytest.mark.parametrize("value", NOT_POSITIVE_INTEGERS)
 def test_wrong_nsync_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         ExchangeConfig.create(nsync=value)

@@ -636,7 +636,9 @@ def test_a_speed_of_ones_own() -> None:
 
 
 def test_a_hundred_workers() -> None:
-    report = Simulation(problem=Quadratic(), workers=100, steps=20, speed=LogNormal(0.1, 0.3)).run()
+    report = Simulation(
+        problem=Quadratic(), workers=100, steps=20, exchange={"nsync": 10}, speed=LogNormal(0.1, 0.3)
+    ).run()
     assert report.steps == 2000
     assert report.pushes == 200
     assert report.staleness_mean > 50
@@ -645,7 +647,9 @@ def test_a_hundred_workers() -> None:
 @pytest.mark.slow
 def test_a_thousand_workers_in_under_a_minute() -> None:
     begun = time.process_time()
-    report = Simulation(problem=Quadratic(), workers=1000, steps=100, speed=LogNormal(0.1, 0.3)).run()
+    report = Simulation(
+        problem=Quadratic(), workers=1000, steps=100, exchange={"nsync": 10}, speed=LogNormal(0.1, 0.3)
+    ).run()
     assert time.process_time() - begun < 60
     assert report.pushes == 10_000
     assert report.loss < 0.1 * report.losses[0].loss
