@@ -122,7 +122,9 @@ class ExchangeConfig:
             algorithm: an algorithm or its name; None means :class:`ASGD`.
             scale: that of :class:`ASGD`; given only with this algorithm.
             overlap: None means what the algorithm does by itself.
-            max_offline_steps, snapshot_every_s, offload: see the attributes.
+            max_offline_steps: see the attribute.
+            snapshot_every_s: see the attribute.
+            offload: see the attribute.
             timeouts: None means the defaults.
             compression: a compression or its name, or "auto"; None for none.
             gain: without effect where the algorithm does not apply the mean of workers' steps.

@@ -310,14 +310,8 @@ class PSGLD(PosteriorSampler):
         at_least("PSGLD(eps)", eps, 0, finite=True)
         if eps == 0:
             raise ConfigurationError("PSGLD(eps)=0: the step would be unbounded. Expected a number above 0.")
-        defaults = {
-            "lr": lr,
-            "num_data": num_data,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "temperature": temperature,
-        }
+        defaults = {"lr": lr, "num_data": num_data, "alpha": alpha, "eps": eps}
+        defaults |= {"weight_decay": weight_decay, "temperature": temperature}
         super().__init__(params, defaults, seed=seed, stream=stream, generator=generator)
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -381,13 +375,8 @@ class SGHMC(PosteriorSampler):
             raise ConfigurationError(
                 "SGHMC(friction)=0: momentum would never decay. Expected a number above 0, up to 1."
             )
-        defaults = {
-            "lr": lr,
-            "num_data": num_data,
-            "friction": friction,
-            "weight_decay": weight_decay,
-            "temperature": temperature,
-        }
+        defaults = {"lr": lr, "num_data": num_data, "friction": friction}
+        defaults |= {"weight_decay": weight_decay, "temperature": temperature}
         super().__init__(params, defaults, seed=seed, stream=stream, generator=generator)
 
     def _move(self, x: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:

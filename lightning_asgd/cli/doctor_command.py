@@ -247,6 +247,11 @@ def _transport(nodes: int, asked: str) -> Iterator[Check]:
     from lightning_asgd.config import SECRET_ENV
     from lightning_asgd.transports import job_secret, registry
 
+    try:
+        job_secret.check()
+    except ASGDError as error:
+        yield refused("secret", error, PROBLEM)
+        return
     for one_machine, where in ((True, "on one machine"), (False, "on several")):
         name, why, who = registry.choose(asked, one_machine=one_machine)
         open_to_others = nodes > 1 and not one_machine and not registry.kind_of(name).encrypted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -34,6 +35,8 @@ __all__ = [
     "point_to",
     "release_port",
 ]
+
+log = logging.getLogger(__name__)
 
 _LAST_PORT = 65535
 
@@ -87,15 +90,15 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def choose_transport(
-    asked: str, *, one_machine: bool, say: Callable[[str], None] | None = None
+    asked: str, *, one_machine: bool, say: Callable[[str], None] | None
 ) -> tuple[str, str, TransportKind]:
-    """The transport of a job, and why. ``say`` gets one line, once in a process: who could get in."""
+    """The transport of a job, and why. Where ``say`` is given, one line in a process says who could get in, or warns."""
     name, why, who = registry.choose(asked, one_machine=one_machine)
     line = f"Transport {name} {who}"
     kind = registry.kind_of(name)
     kind.check_available()
     if say is not None and line not in _said:
-        say(line)
+        (say if kind.encrypted else log.warning)(line)
         _said.add(line)
     return name, why, kind
 

@@ -12,9 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_asgd.environment import SECRET_ENV
+from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["given", "key_for", "provide", "seal", "take", "treat_as_given", "unseal", "variables"]
+__all__ = ["HAND_OUT", "check", "given", "key_for", "provide", "seal", "take", "treat_as_given", "unseal", "variables"]
 
+HAND_OUT = (
+    "`(umask 077; openssl rand -hex 32 > asgd.secret)` makes one, `scp -p asgd.secret OTHER:` hands it to another "
+    f"machine. Then run `export {SECRET_ENV}=$(cat asgd.secret)` on each."
+)
+_LEAST = 16  # characters of a secret
 _OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"  # equals the secret that a job made for itself
 _own: str | None = None  # the same: servers outlive a job, and a program may restore its environment between two jobs
 
@@ -46,6 +52,17 @@ def provide(*, one_machine: bool) -> None:
     elif one_machine and SECRET_ENV not in os.environ:
         _own = os.environ.get(_OWN_ENV) or _own or secrets.token_hex(32)
         os.environ[SECRET_ENV] = os.environ[_OWN_ENV] = _own
+
+
+def check(needed: str = "") -> None:
+    """Raise a ``ConfigurationError`` for a secret that is too short; where it is ``needed``, also if there is none."""
+    secret = os.environ.get(SECRET_ENV)
+    if needed if secret is None else len(secret) < _LEAST:
+        given = "is not set" if secret is None else f"has {len(secret)} characters"
+        raise ConfigurationError(
+            f"{needed or 'The'} environment variable {SECRET_ENV} {given}. Expected the same secret of at least "
+            f"{_LEAST} characters on all machines. {HAND_OUT}"
+        )
 
 
 def given() -> str | None:

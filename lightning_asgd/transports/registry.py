@@ -18,11 +18,6 @@ from lightning_asgd.transports.transport import Transport
 __all__ = ["AUTO", "TRANSPORTS", "Server", "TransportKind", "check_name", "choose", "kind_of", "release"]
 
 AUTO = "auto"
-_LEAST = 16  # characters of a secret
-_HAND_OUT = (
-    "`(umask 077; openssl rand -hex 32 > asgd.secret)` makes one, `scp -p asgd.secret OTHER:` hands it to another "
-    f"machine. Then run `export {SECRET_ENV}=$(cat asgd.secret)` on each."
-)
 
 
 class Server(Protocol):
@@ -135,14 +130,8 @@ class _Zmq(TransportKind):
         return ZmqServer(handler, address_of(interface), self._secret(), name=entry)
 
     def _secret(self) -> str:
-        secret = os.environ.get(SECRET_ENV)
-        if secret is None or len(secret) < _LEAST:
-            given = "is not set" if secret is None else f"has {len(secret)} characters"
-            raise ConfigurationError(
-                f"transport='zmq', but the environment variable {SECRET_ENV} {given}. Expected the same secret of at "
-                f"least {_LEAST} characters on all machines. {_HAND_OUT}"
-            )
-        return secret
+        job_secret.check("transport='zmq', but the")
+        return os.environ[SECRET_ENV]
 
 
 TRANSPORTS: dict[str, TransportKind] = {"rpc": _Rpc(), "zmq": _Zmq()}
@@ -165,7 +154,9 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
     """The name of a job's transport; why it is this one; and who could get in, as the rest of a sentence about it.
 
     ``"auto"`` follows from what all machines of a job share, their secret and their libraries; so all choose the same.
+    Raises a ``ConfigurationError`` for a secret that is too short, with any transport: who sets one means to be safe.
     """
+    job_secret.check()
     if asked != AUTO:
         name, why = asked, "as given"
     else:
@@ -179,7 +170,7 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
         instead = "ASGDStrategy(transport='zmq') keeps them out: pip install pyzmq."
     else:
         who = "any user of these machines, and any host that reaches their ports,"
-        instead = f"pyzmq and a secret on all machines keep them out. {_HAND_OUT}"
+        instead = f"pyzmq and a secret on all machines keep them out. {job_secret.HAND_OUT}"
     return name, why, f"has no authentication: {who} can run code as this user. {instead}"
 
 
@@ -189,10 +180,7 @@ def _lacking(*, one_machine: bool) -> str | None:
         TRANSPORTS["zmq"].check_available()
     except ConfigurationError:
         return "pyzmq is not installed"
-    secret = job_secret.given()
-    if secret is None:
-        return None if one_machine else f"{SECRET_ENV} is not set"
-    return None if len(secret) >= _LEAST else f"{SECRET_ENV} has fewer than {_LEAST} characters"
+    return None if one_machine or job_secret.given() is not None else f"{SECRET_ENV} is not set"
 
 
 def release() -> None:

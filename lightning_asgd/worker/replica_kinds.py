@@ -26,21 +26,13 @@ class GradientReplica(Replica):
     _pushes_gradients = True
     _derives = False
 
-    def __init__(
-        self,
-        layout: Layout,
-        places: Sequence[Place],
-        blocks: Sequence[SharedBlock | None],
-        *,
-        remembers: bool = False,
-        offload: bool = False,
-    ) -> None:
-        super().__init__(layout, places, blocks, remembers=remembers, offload=offload)
+    def __init__(self, *about: Any, **how: Any) -> None:
+        super().__init__(*about, **how)
         self._accrued = {i: torch.zeros_like(r.base) for i, r in enumerate(self._spans)}
         self._pushed = {
             i: torch.zeros_like(accrued)
             for i, accrued in self._accrued.items()
-            if remembers and self.blocks[self._spans[i].server] is not None
+            if self.remembers and self.blocks[self._spans[i].server] is not None
         }
         self._index = {id(r): i for i, r in enumerate(self._spans)}
 

@@ -58,9 +58,15 @@ def test_without_a_secret_the_line_says_who_could_get_in_and_how_to_make_and_han
         assert part in who
 
 
-def test_a_short_secret_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_ENV, "short")
-    assert registry.choose("auto", one_machine=False)[0] == "rpc"
+@pytest.mark.parametrize("one_machine", [True, False])
+@pytest.mark.parametrize("asked", ["auto", "rpc", "zmq"])
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_short_secret_is_refused(secret: str, asked: str, one_machine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_ENV, secret)
+    with pytest.raises(
+        ConfigurationError, match=rf"{SECRET_ENV} has {len(secret)} characters\. Expected .* at least 16"
+    ):
+        registry.choose(asked, one_machine=one_machine)
 
 
 def test_a_secret_that_a_job_on_one_machine_made_is_not_shared_with_others() -> None:
@@ -106,8 +112,6 @@ def test_without_pyzmq_nothing_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_job_on_one_machine_is_encrypted_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.choose("auto", one_machine=True)[:2] == ("zmq", "one machine")  # its secret is made for it
-    monkeypatch.setenv(SECRET_ENV, "short")
-    assert registry.choose("auto", one_machine=True)[0] == "rpc"
 
 
 @pytest.mark.usefixtures("without_pyzmq")
@@ -132,11 +136,20 @@ def test_an_unknown_name_is_an_error() -> None:
     registry.check_name("auto")
 
 
-def test_the_main_process_says_it_once() -> None:
+def test_a_process_says_it_once_and_warns_if_anyone_can_get_in(caplog: pytest.LogCaptureFixture) -> None:
     said: list[str] = []
     for asked in ("rpc", "rpc", "auto", "zmq", "auto"):
         job_address.choose_transport(asked, one_machine=True, say=said.append)
-    assert [" ".join(line.split()[:3]) for line in said] == ["Transport rpc has", "Transport zmq encrypts"]
+    assert [" ".join(line.split()[:3]) for line in said] == ["Transport zmq encrypts"]
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [" ".join(line.split()[:3]) for line in warned] == ["Transport rpc has"]
+
+
+def test_a_worker_that_joins_a_run_warns_if_anyone_can_get_in(caplog: pytest.LogCaptureFixture) -> None:
+    job = TrainingJob(1, 0.1, asked="rpc", given=(("127.0.0.1", 1),), run_id="run")
+    with pytest.raises(LaunchError):
+        job.find_run()
+    assert [record.levelname for record in caplog.records if "has no authentication" in record.message] == ["WARNING"]
 
 
 def test_the_processes_of_a_job_on_one_machine_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
