@@ -57,7 +57,7 @@ def averaged_prediction(
         )
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     modes = [(each, each.training) for each in module.modules()]
-    total: Tensor | None = None
+    total = torch.zeros(())
     module.eval()  # so that nothing is drawn by dropout, and no buffer follows the inputs
     try:
         with torch.no_grad():
@@ -72,17 +72,8 @@ def averaged_prediction(
                 output = functional_call(module, tensors, inputs, named_inputs)
                 output = output if transform is None else transform(output)
                 dtype = output.dtype
-                total = _wide(output) if total is None else total + output
+                total = total + (output.float() if dtype in _NARROW else output)  # sums of 16 bits would stop growing
     finally:
         for each, mode in modes:
             each.training = mode
-    return _narrow(torch.as_tensor(total) / len(samples), dtype)
-
-
-def _wide(output: Tensor) -> Tensor:
-    """With 32 bits instead of 16, of which sums would stop growing."""
-    return output.float() if output.dtype in _NARROW else output
-
-
-def _narrow(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    return mean.to(dtype) if dtype in _NARROW else mean
+    return (total / len(samples)).to(dtype if dtype in _NARROW else total.dtype)

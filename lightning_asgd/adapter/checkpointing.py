@@ -102,25 +102,11 @@ class Resumption:
         found: Resumption = strategy._resume if fits else cls(void=True)
         return found
 
-    def take_versions(self) -> list[int] | None:
-        """The versions, once."""
-        versions, self.versions = self.versions, None
-        return versions
-
-    def take_tables(self) -> Path | None:
-        """Where the served tables are, once."""
-        tables, self.tables = self.tables, None
-        return tables
-
-    def take_servers(self) -> Sequence[Any]:
-        """What the servers kept, once."""
-        servers, self.servers = self.servers, ()
-        return servers
-
-    def take_data(self) -> Mapping[str, Any]:
-        """The part of the epoch that had been trained, once."""
-        data, self.data = self.data, {}
-        return data
+    def take(self, name: str) -> Any:
+        """What was read by that name, once."""
+        value = getattr(self, name)
+        setattr(self, name, getattr(Resumption(), name))
+        return value
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class FitSession(Participation):
         self._messages = FitMessages(trainer, membership, config, self._waited)
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
         split = split or (bool(trainer.overfit_batches) and not membership.comes_and_goes)  # validation has the same
-        self._choice = DataChoice(trainer, membership, self._leases, resume.take_data, split=split)
+        self._choice = DataChoice(trainer, membership, self._leases, lambda: resume.take("data"), split=split)
         self._caches = PartitionedCaches(trainer, membership)
         resume.keep_for(None if membership.entry is not None else loaded_checkpoint(trainer))
         if membership.entry is not None:  # the others have continued since the checkpoint
@@ -108,7 +108,7 @@ class FitSession(Participation):
         self._requeueing = requeueing_of(trainer)
         self._passed = PassedSteps(trainer, lambda: self._writes_files)
         self._ahead = LookAhead(trainer) if self.tables else None
-        self.synchronizer = self._set_up(resume.take_versions())
+        self.synchronizer = self._set_up(resume.take("versions"))
         self._restore_servers()
         self._undo = [
             JointDecisions(trainer, self).close,
@@ -175,12 +175,12 @@ class FitSession(Participation):
 
     def _restore_servers(self) -> None:
         """Have the servers take what they had kept beside the weights of a checkpoint that was read."""
-        if (servers := self._resume.take_servers()) and self._writes_files:
+        if (servers := self._resume.take("servers")) and self._writes_files:
             self.synchronizer.restore(servers)
 
     def _load_tables(self) -> None:
         """Have the servers take the tables of a checkpoint that was read; all workers call it."""
-        folder = self._resume.take_tables()
+        folder = self._resume.take("tables")
         if self.tables and folder is not None:
             self.tables.load(folder, asks=self._writes_files)
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_asgd.adapter import world
+from lightning_asgd.adapter import island_store, world
 from lightning_asgd.adapter.class_trees import become_global_zero
 from lightning_asgd.adapter.private_names import data_parallel_size, tensor_parallel_size
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.fleet import end_idle_membership
-from lightning_asgd.loop.hosted_run import HostedRun, free_port
+from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.processes import supervisor
-from lightning_asgd.transports.addresses import LOOPBACK
 
 __all__ = ["Division", "IslandPlace", "size_of_islands"]
 
 log = logging.getLogger(__name__)
-
-# What torch makes a default process group of, beside the rank and the size.
-_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def size_of_islands(island: Any, inside: Any, devices: int) -> int:
@@ -42,12 +36,12 @@ def size_of_islands(island: Any, inside: Any, devices: int) -> int:
 
 @dataclass(frozen=True)
 class IslandPlace:
-    """The number of a process's island, its rank in there, the number of its processes, and where these meet."""
+    """The number of a process's island, its rank in there, the number of its processes, and the file they meet in."""
 
     island: int
     rank: int
     size: int
-    meeting: tuple[str, int] = ("", 0)
+    store: str = ""
 
 
 class Division:
@@ -105,14 +99,14 @@ class Division:
         strategy.cluster_environment = _placed(self._environment, self.place)
 
     def _meet(self) -> IslandPlace:
-        """The place, with where the island's processes make their process group: its first process chooses that."""
+        """The place, with the file with which the island's processes make their process group: the first one has it."""
         place, name = self.place, f"meeting of island {self.place.island}"
-        if place.meeting[1]:
+        if place.store or dist.is_initialized():
             return place
         if place.rank == 0:
-            self.run.tell(name, free_port(LOOPBACK))  # all of them are on one machine
-        port = self.run.ask(name, f"The first process of island {place.island}")
-        return IslandPlace(place.island, place.rank, place.size, (LOOPBACK, int(port)))
+            self.run.tell(name, island_store.offer())  # all of them are on one machine
+        path = self.run.ask(name, f"The first process of island {place.island}")
+        return IslandPlace(place.island, place.rank, place.size, str(path))
 
     def speak(self) -> None:
         """Let only the main process log and warn, until the run says who does."""
@@ -155,17 +149,6 @@ class Division:
             self._turn = False
             self.run.tell(_prepared(self.place.island), True)
 
-    @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Have torch make the island's process group where its processes meet, and not all of the Trainer's."""
-        before = {name: os.environ.pop(name) for name in _MEETING if name in os.environ}
-        try:
-            yield
-        finally:
-            for name in _MEETING:
-                os.environ.pop(name, None)
-            os.environ.update(before)
-
 
 def _prepared(island: int) -> str:
     return f"island {island} has prepared its data"
@@ -194,14 +177,6 @@ class _Placed:
 
     def __reduce__(self) -> Any:
         return _placed, (self.environment, self.place)
-
-    @property
-    def main_address(self) -> str:
-        return self.place.meeting[0]
-
-    @property
-    def main_port(self) -> int:
-        return self.place.meeting[1]
 
     def world_size(self) -> int:
         return self.place.size

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of, left_in
+from lightning_asgd.adapter.checkpointing import KEY, entry_of, left_in
 from lightning_asgd.adapter.fit_session import FitSession
 from lightning_asgd.adapter.joint_decisions import Sigterm
-from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
 from lightning_asgd.islands.island_group import IslandGroup
@@ -22,7 +21,6 @@ from lightning_asgd.protocol import JointReport, SyncReport
 from lightning_asgd.worker.collectives import Phase
 from lightning_asgd.worker.synchronizer import Synchronizer
 from lightning_asgd.worker.table_clients import served
-from lightning_asgd.worker.trained_units import TrainedUnits
 from lightning_asgd.worker.worker_setup import Start
 
 __all__ = ["IslandSession"]
@@ -36,16 +34,7 @@ class IslandSession(FitSession):
     sigterm: Sigterm
     """Whether this process has got SIGTERM; set by the strategy."""
 
-    def __init__(
-        self,
-        group: IslandGroup,
-        place: tuple[int, int],
-        trainer: Any,
-        membership: IslandFleet,
-        config: ExchangeConfig,
-        resume: Resumption,
-        units: TrainedUnits,
-    ) -> None:
+    def __init__(self, group: IslandGroup, place: tuple[int, int], trainer: Any, *about: Any) -> None:
         self._group, self._place, self._stops_later = group, place, False
         group.on("reset non-finite state", super()._reset_nonfinite_state)
         if served(trainer.lightning_module):
@@ -53,7 +42,7 @@ class IslandSession(FitSession):
                 f"island={trainer.strategy.options.island!r} was given, and the module has a ServedEmbedding. Expected "
                 "workers of one process each, or an Embedding(sparse=True)."
             )
-        super().__init__(trainer, membership, config, resume, units, split=False)
+        super().__init__(trainer, *about, split=False)
 
     def _leases_of_loop(self, leases: Any) -> IslandLeases:
         return IslandLeases(self._group, leases, self._place)

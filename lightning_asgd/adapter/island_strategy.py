@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter import island_store, private_names
 from lightning_asgd.adapter.checkpointing import Resumption, is_last
 from lightning_asgd.adapter.class_trees import Tree
 from lightning_asgd.adapter.engine_signals import heed_engine
@@ -83,7 +83,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     _failed = False
     _alone = False  # whether this process has failed, and the others of its island have not
     _sigterm: Sigterm
-    _undo: tuple[Callable[[], None], ...] = ()
+    _undo: tuple[Callable[[], object], ...] = ()
 
     def _become(self, tree: Tree, accelerator: Any) -> None:
         become_island(self, tree, accelerator)
@@ -124,6 +124,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
             self.make_lightnings_launcher()
+            if mine.num_nodes == 1 and not mine.cluster_environment.creates_processes_externally:
+                island_store.offer(mine.cluster_environment.main_port)
             return None
         timeouts = self.options.config.timeouts
         about = self.options.num_servers, self.options.transport
@@ -147,12 +149,17 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         mine: Any = self
         trainer = mine.lightning_module.trainer
         if self._division is None:
-            super().setup_environment()  # type: ignore[misc]
-            self.check_trainer(trainer)
+            store = island_store.offered(mine.cluster_environment.main_port)
         else:
             self._division.enter(self)
-            with self._division.meeting():
-                super().setup_environment()  # type: ignore[misc]
+            store = self._division.place.store
+        if self._division is not None or store:
+            self._undo = (island_store.stay_on_this_machine(),)
+        with island_store.meet_in(store, mine.num_processes):
+            super().setup_environment()  # type: ignore[misc]
+        if self._division is None:
+            self.check_trainer(trainer)
+        else:
             self._division.speak()
             self._division.await_turn()
         self.board = MetricsBoard()
@@ -171,7 +178,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
         self._sigterm = Sigterm(trainer, alone=False)
-        self._undo = self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
+        self._undo += self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
         heeds = heed_engine(trainer, self._sigterm.note) if self._division is None else self._division.watch()
         self._undo += (heeds,)
 

@@ -86,7 +86,7 @@ def stalls(
     return Stalls(
         batch_size=len(batches[0]),
         processes=loader.num_workers,
-        sync_s=_wait_per_step(exchanges),
+        sync_s=exchanges.wait_s / exchanges.steps if exchanges is not None and exchanges.steps else 0.0,
         **{name: min(values) for name, values in seconds.items()},
     )
 
@@ -102,10 +102,6 @@ def _check(steps: int, warm_up: int, repeats: int, files: Path | None) -> None:
 def _on_device(step: TrainingStep, loader: Any, batch: list[int], cached: CachedDataset | None) -> Any:
     with _without_cache(cached):
         return step.to_device(next(iter(_loader(loader, [batch]))))
-
-
-def _wait_per_step(exchanges: ExchangeStats | None) -> float:
-    return exchanges.wait_s / exchanges.steps if exchanges is not None and exchanges.steps else 0.0
 
 
 def _batches(loader: Any, steps: int, warm_up: int) -> tuple[list[list[int]], int]:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.islands.island_group import IslandGroup, picklable
 from lightning_asgd.islands.island_synchronizer import IslandSynchronizer
@@ -16,11 +15,8 @@ from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Layout
 from lightning_asgd.loop.elastic_run import ElasticFleet
-from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.training_job import TrainingJob
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import LeaseHoldings, Policy
+from lightning_asgd.protocol import LeaseHoldings
 from lightning_asgd.worker.collectives import Collectives, Phase
 from lightning_asgd.worker.common_order import CommonOrder
 from lightning_asgd.worker.connection import Connection
@@ -50,19 +46,9 @@ class IslandFleet(ElasticFleet):
 
     sender: PartSender
 
-    def __init__(
-        self,
-        group: IslandGroup,
-        job: TrainingJob,
-        config: ExchangeConfig,
-        policy: Policy,
-        board: MetricsBoard,
-        shell: Shell,
-        *,
-        islands: int = 0,
-    ) -> None:
+    def __init__(self, group: IslandGroup, *about: Any, islands: int = 0) -> None:
         self._group, self._place, self._islands = group, (0, 1), islands
-        super().__init__(job, config, policy, board, shell)
+        super().__init__(*about)
         group.on("files", self._shell.adopt_checkpoint_states)
         group.report("chief has changed", lambda: self.attachment.outdated)
         group.report("error", lambda: None if self._heartbeat is None else picklable(self._heartbeat.error, 0))

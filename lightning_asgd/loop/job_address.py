@@ -92,7 +92,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def choose_transport(
     asked: str, *, one_machine: bool, say: Callable[[str], None] | None
 ) -> tuple[str, str, TransportKind]:
-    """The transport of a job, and why. Where ``say`` is given, one line in a process says who could get in, or warns."""
+    """The transport of a job, and why. With ``say``, one line in a process says who could get in, or warns."""
     name, why, who = registry.choose(asked, one_machine=one_machine)
     line = f"Transport {name} {who}"
     kind = registry.kind_of(name)

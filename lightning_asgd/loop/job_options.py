@@ -182,6 +182,6 @@ class LoopOptions(JobOptions):
             )
         if self.total_steps is not None and not self.config.restarted:
             raise ConfigurationError(
-                f"total_steps={self.total_steps!r} was given with nsync={self.nsync!r}. Expected it with "
-                "nsync='restarted' only: it does not end the training."
+                f"total_steps={self.total_steps!r} was given without nsync='restarted'. Expected it only with that: it "
+                "does not end the training."
             )

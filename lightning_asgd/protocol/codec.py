@@ -203,10 +203,6 @@ def _make_pairs(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> 
     return tuple(zip(values[::2], values[1::2], strict=True))
 
 
-def _make_mapping(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> dict[Any, Any]:
-    return dict(_make_pairs(left, inner, given))
-
-
 def _make_object(left: dict[int, Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
     kind: Any = _class_of(name)
     if issubclass(kind, Enum):
@@ -235,7 +231,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "B": lambda left, inner, index: bytes(left.pop(index)),
     "D": lambda left, inner, items: {inner(key): inner(item) for key, item in items},
     "P": _make_pairs,
-    "M": _make_mapping,
+    "M": lambda left, inner, given: dict(_make_pairs(left, inner, given)),
     "E": _make_enum,
     "O": _make_object,
 }

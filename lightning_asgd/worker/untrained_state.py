@@ -73,7 +73,7 @@ class UntrainedTensors:
             if met.short is not None:  # else the chief has died, and all know the next one
                 break
         if collectives.rank != collectives.chief:
-            self.take(_unpacked(met.short))
+            self.take({**met.short["plain"], **unpickled("the chief", met.short["odd"])})
         self.take(met.statistics)
         if met.differing:
             named = named_state(self._module)
@@ -146,7 +146,3 @@ def _packed(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     plain = {name: t for name, t in plain.items() if not t.is_quantized}
     odd = {name: on_cpu(tensor) for name, tensor in tensors.items() if name not in plain}
     return {"plain": {name: on_cpu(tensor) for name, tensor in plain.items()}, "odd": pickled(odd)}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {**packed["plain"], **unpickled("the chief", packed["odd"])}

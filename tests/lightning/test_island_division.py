@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
+from tests.helpers.meeting import how_it_met
 from tests.lightning.test_islands import Counting, numbered
 
 folder, epochs, kinds, rank = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], os.environ.get("LOCAL_RANK", "0")
@@ -45,6 +46,9 @@ class Prepared(Counting):
     def prepare_data(self):
         with open(folder / "prepared", "a") as file:
             print(rank, file=file)
+
+    def on_train_start(self):
+        self.met = how_it_met()
 
     def training_step(self, batch, batch_idx):
         self.seen.append(batch[2].tolist())
@@ -68,7 +72,7 @@ for kind in kinds:
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     about = dict(counts=weight.flatten().tolist(), place=[trainer.global_rank, trainer.world_size, trainer.num_devices])
     about.update(zero=trainer.is_global_zero, best=trainer.checkpoint_callback.best_model_path, metrics=metrics)
-    about.update(seen=sorted(n for batch in net.seen for n in batch), step=trainer.global_step)
+    about.update(met=net.met, seen=sorted(n for batch in net.seen for n in batch), step=trainer.global_step)
     (folder / f"{kind}{rank}.json").write_text(json.dumps(about))
 """
 SAMPLES, DEVICES = 128, 4
@@ -128,6 +132,7 @@ def check(found: list[dict[str, Any]], epochs: int) -> None:
         assert each["counts"] == [float(epochs)] * SAMPLES
         assert each["metrics"] == {"count": float(epochs)}
         assert each["best"] == found[0]["best"]
+        assert each["met"] == {"store": "FileStore", "listens": ["127.0.0.1"]}  # no other user gets in
     assert Path(found[0]["best"]).exists()
 
 
