@@ -7,6 +7,7 @@ same time, not at the same update; asynchronous training lives with that all the
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -66,11 +67,9 @@ class Snapshots:
     def write(self, snapshot: Snapshot) -> None:
         """Put a snapshot in the place of the one before, which is there until this one is written in full."""
         header, buffers = codec.encode({name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__})
-        content = {
-            "protocol": PROTOCOL,
-            "header": header.decode(),
-            "buffers": [_tensor(buffer) for buffer in buffers],
-        }
+        tensors = [_tensor(buffer) for buffer in buffers]
+        content = {"protocol": PROTOCOL, "header": header.decode(), "buffers": tensors}
+        content["checksum"] = _checksum(content)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(snapshot.server)
         beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
@@ -94,11 +93,14 @@ class Snapshots:
     def read(self, server: int) -> Snapshot | None:
         """A server's snapshot; None if there is none, or the first server has none: then the run had not begun."""
         path = self.path(server)
-        if not self.path(0).exists() or not path.exists():
-            return None
+        return self._read(path) if self.path(0).exists() and path.exists() else None
+
+    def _read(self, path: Path) -> Snapshot:
         try:
             content = torch.load(path, weights_only=True)
             protocol, header, buffers = content["protocol"], content["header"], content["buffers"]
+            if content.get("checksum") not in (None, _checksum(content)):  # None: of a release that wrote none
+                raise ValueError("its checksum is another one")
             if protocol == PROTOCOL:
                 return Snapshot(**codec.decode(header.encode(), [buffer.numpy() for buffer in buffers]))
         except Exception as error:  # torch's own text recommends to open what may harm
@@ -113,21 +115,25 @@ class Snapshots:
 
     def check(self, run: str, servers: int) -> int | None:
         """The first server's version, if ``servers`` servers can continue a run; None if the run is to begin."""
-        first = self.read(0)
-        if first is None:
-            return None
-        if first.run != run:
-            raise SnapshotError(
-                f"{self.folder} holds snapshots of run {first.run!r}. Expected those of run {run!r}. Pass that run's "
-                f"name, or another folder."
-            )
         found = {path.name for path in self.folder.glob("server*.pt")}
+        versions = {}
+        for server in range(servers):
+            if self.path(server).exists():
+                snapshot = self._read(self.path(server))
+                versions[server] = snapshot.version
+                if snapshot.run != run:
+                    raise SnapshotError(
+                        f"{self.folder} holds snapshots of run {snapshot.run!r}. Expected those of run {run!r}. Pass "
+                        "that run's name, or another folder."
+                    )
+        if 0 not in versions and not any(versions.values()):
+            return None
         if found != {self.path(server).name for server in range(servers)}:
             raise SnapshotError(
                 f"{self.folder} holds {', '.join(sorted(found))}. Expected one snapshot of each of {servers} servers. "
                 "Pass the number of servers that wrote them, or move the folder away to start the run over."
             )
-        return first.version
+        return versions[0]
 
 
 def keep(
@@ -139,10 +145,9 @@ def keep(
     *,
     at_end: bool = True,
 ) -> None:
-    """Write snapshots until stopped, and with ``at_end`` a last one.
+    """Write snapshots until stopped, and with ``at_end`` a last one; ``complain`` of those that cannot be written.
 
     Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
-    ``complain`` is called with what is wrong with the folder: training continues, and the next snapshot may succeed.
     """
     last = False
     while not last:
@@ -153,8 +158,15 @@ def keep(
             snapshot = take()
             if snapshot is not None:
                 snapshots.write(snapshot)
-        except (OSError, RuntimeError) as error:  # torch has its own for a full disk and for too little memory
+        except Exception as error:  # a full disk, too little memory: the next one may be written
             complain(f"No snapshot of a server was written to {snapshots.folder}: {error}.")
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    found = hashlib.blake2b(content["header"].encode(), digest_size=16)
+    for buffer in content["buffers"]:
+        found.update(buffer.numpy())
+    return found.hexdigest()
 
 
 def _tensor(buffer: Any) -> Tensor:

@@ -169,11 +169,7 @@ class StreamLeases(Leases):
             turn = (turn + (not worker.begun)) % len(places)
 
     def _next_of(self, place: int, own: Collection[int]) -> tuple[int, int]:
-        """The free range that begins at a place.
-
-        If there is none, that of a shard that another worker has left; then of a new shard; then of a shard that
-        others are reading.
-        """
+        """The free range at a place; else of a shard that was left, then of a new one, then of one that others read."""
         found = self._free.at(place)
         if found is None:
             free = self._free.ranges

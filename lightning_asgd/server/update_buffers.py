@@ -134,11 +134,7 @@ class Buffers:
                 tensor.copy_(value)
 
     def _keep_mapped(self, worker: int, fragment: int) -> None:
-        """Leave one worker's block mapped, the one in use, and no other.
-
-        If all stayed so, a server would seem to need as much memory as all its workers. Mapping again takes a quarter
-        of an exchange, which a server with one worker on its machine is spared.
-        """
+        """Leave the block in use mapped, and no other: with all of them a server seems as large as all its workers."""
         before = self._mapped.get(fragment)
         if before is not None and before != worker and (before, fragment) in self._blocks:
             self._blocks[before, fragment].unmap()

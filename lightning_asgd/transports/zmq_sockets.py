@@ -180,11 +180,7 @@ def assemble(sizes: Sequence[int], frames: Sequence[Any]) -> list[Any]:
 
 
 def _frames(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """What each frame holds of a message's buffers: which buffer, from where, up to where.
-
-    Large buffers are cut. Small ones that follow each other share a frame: each frame is encrypted by itself, which
-    costs as much as a few hundred bytes.
-    """
+    """What each frame holds of a message's buffers: which, from where, to where. Small ones share a frame."""
     small: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes):
         if 0 < size <= _SMALL:

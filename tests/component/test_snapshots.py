@@ -9,6 +9,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -418,7 +419,7 @@ def test_snapshots_go_on_after_one_could_not_be_taken(tmp_path: Path) -> None:
 
     def take() -> Snapshot:
         if not complaints:
-            raise RuntimeError("not enough memory")
+            raise MemoryError("not enough memory")
         stop.set()
         return snapshot()
 
@@ -466,8 +467,8 @@ def test_whenever_serve_is_started_again_every_unit_is_applied_once_per_epoch(le
 # ---------------------------------------------------------------------- files
 
 
-def snapshot(server: int = 0, run: str = "s") -> Snapshot:
-    shard = {"version": 3, "weights": (torch.ones(2), torch.empty(0))}
+def snapshot(server: int = 0, run: str = "s", version: int = 3) -> Snapshot:
+    shard = {"version": version, "weights": (torch.ones(2), torch.empty(0))}
     return Snapshot(run, server, Policy(), 5, {"a": b"x", "b": {1: (2.5, None)}}, (Epoch("s/1", 4, (4,)),), {0: shard})
 
 
@@ -501,11 +502,48 @@ def test_what_a_server_had_begun_to_write_when_it_was_killed_is_removed(tmp_path
 
 def test_a_second_servers_snapshot_counts_if_the_first_has_one(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path)
-    snapshots.write(snapshot(1))
+    snapshots.write(snapshot(1, version=0))
     assert snapshots.read(1) is None
-    assert snapshots.check("s", 2) is None
+    assert snapshots.check("s", 2) is None  # the run had not begun
+    snapshots.write(snapshot(1))
+    with pytest.raises(SnapshotError, match=r"holds server1\.pt\. Expected one snapshot of each of 2 servers"):
+        snapshots.check("s", 2)
     snapshots.write(snapshot(0))
     assert snapshots.read(1) is not None
+    assert snapshots.check("s", 2) == 3
+
+
+@pytest.mark.parametrize("harm", ["garbage", "folder"])
+def test_a_second_servers_damaged_snapshot_is_named_before_anything_is_served(tmp_path: Path, harm: str) -> None:
+    snapshots = Snapshots(tmp_path)
+    for server in range(2):
+        snapshots.write(snapshot(server))
+    snapshots.path(1).unlink()
+    if harm == "folder":
+        snapshots.path(1).mkdir()
+    else:
+        snapshots.path(1).write_bytes(b"garbage")
+    with pytest.raises(SnapshotError, match=r"server1\.pt cannot be read"):
+        snapshots.check("s", 2)
+
+
+def test_a_flipped_bit_is_never_read_as_another_weight(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot())
+    whole, refused = snapshots.path(0).read_bytes(), 0
+    for place in range(0, len(whole), max(1, len(whole) // 200)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        snapshots.path(0).write_bytes(flipped)
+        try:
+            read = snapshots.read(0)
+        except SnapshotError:
+            refused += 1
+        else:
+            assert read is not None
+            assert read.shards[0]["weights"][0].tolist() == [1.0, 1.0]
+            assert replace(read, shards={}) == replace(snapshot(), shards={})
+    assert refused > 20
 
 
 def test_servers_go_on_with_their_own_run_only(tmp_path: Path) -> None:
