@@ -227,7 +227,7 @@ def thousand() -> float:
 
     torch.set_num_threads(1)
     begun = time.process_time()
-    Simulation(problem=Quadratic(10), workers=1000, steps=100, speed=LogNormal(0.1, 0.3)).run()
+    Simulation(problem=Quadratic(10), workers=1000, steps=100, exchange={"nsync": 10}, speed=LogNormal(0.1, 0.3)).run()
     return time.process_time() - begun
 
 
