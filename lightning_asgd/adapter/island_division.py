@@ -6,6 +6,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +37,11 @@ def size_of_islands(island: Any, inside: Any, devices: int) -> int:
 
 @dataclass(frozen=True)
 class IslandPlace:
-    """The number of a process's island, its rank in there, the number of its processes, and the file they meet in."""
+    """The number of a process's island, its rank in there, and the number of its processes."""
 
     island: int
     rank: int
     size: int
-    store: str = ""
 
 
 class Division:
@@ -80,8 +80,8 @@ class Division:
         """Whether this is the island of the main process, which logs and writes checkpoints unless it is lost."""
         return self.place.island == 0
 
-    def enter(self, strategy: Any) -> None:
-        """Have a strategy, and its Trainer, see the devices of this process's island only."""
+    def enter(self, strategy: Any) -> AbstractContextManager[None]:
+        """Have a strategy see the devices of this process's island only. Its process group is made in the context."""
         end_idle_membership()
         if world.is_ours():  # of an earlier Trainer with another strategy of this package
             world.withdraw()
@@ -92,21 +92,21 @@ class Division:
                 "Trainers of a script, or a script for each."
             )
         world.note_island_group()
-        self._place = self._meet()
         first = self._environment.local_rank() - self.place.rank
         strategy.parallel_devices = self._devices[first : first + self._size]
         strategy.num_nodes = 1
         strategy.cluster_environment = _placed(self._environment, self.place)
+        return self._meet()
 
-    def _meet(self) -> IslandPlace:
-        """The place, with the file with which the island's processes make their process group: the first one has it."""
-        place, name = self.place, f"meeting of island {self.place.island}"
-        if place.store or dist.is_initialized():
-            return place
-        if place.rank == 0:
+    def _meet(self) -> AbstractContextManager[None]:
+        """Have torch make the island's process group, unless there is one, in a file that its first process has."""
+        if dist.is_initialized():
+            return nullcontext()
+        name = f"meeting of island {self.place.island}"
+        if self.place.rank == 0:
             self.run.tell(name, island_store.offer())  # all of them are on one machine
-        path = self.run.ask(name, f"The first process of island {place.island}")
-        return IslandPlace(place.island, place.rank, place.size, str(path))
+        path = self.run.ask(name, f"The first process of island {self.place.island}")
+        return island_store.meet_in(str(path), self._size)
 
     def speak(self) -> None:
         """Let only the main process log and warn, until the run says who does."""

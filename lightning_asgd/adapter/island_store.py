@@ -1,53 +1,49 @@
-"""Where the processes of an island on one machine meet: an anonymous file, which other users cannot open.
+"""Where the processes of an island on one machine meet: an open file without a name, which other users cannot open.
 
-torch's ``TCPStore`` listens on all addresses and asks for no secret, and who writes to it can run code in them.
+torch's ``TCPStore`` listens on all interfaces and asks for no secret; what is written to it can run code in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports.addresses import LOOPBACK, interface_of
 
-__all__ = ["meet_in", "offer", "offered", "stay_on_this_machine"]
+__all__ = ["meet_in", "offer", "stay_on_this_machine"]
 
-_ENV = "LIGHTNING_ASGD_ISLAND_STORE"
 _GLOO_ENV = "GLOO_SOCKET_IFNAME"
+_PATIENCE = datetime.timedelta(minutes=30)  # as torch's for a group; a file's own is five minutes
 
 
-def _name(port: int) -> str:
-    return f"lightning-asgd island {port}"
-
-
-def offer(port: int = 0) -> str:
-    """Make an island's file, for as long as this process lives: its path. For :func:`offered` it needs a ``port``."""
-    path = f"/proc/{os.getpid()}/fd/{os.memfd_create(_name(port))}"
-    if port:
-        os.environ[_ENV] = path
-    return path
-
-
-def offered(port: int) -> str:
-    """The path that the process has offered that started this one and meets it at ``port``; empty if none has."""
-    path = os.environ.get(_ENV, "")
-    with contextlib.suppress(OSError):
-        return path if os.readlink(path) == f"/memfd:{_name(port)} (deleted)" else ""
-    return ""
+def offer() -> str:
+    """Make the file of one meeting, for as long as this process lives: its path for the others."""
+    with tempfile.TemporaryFile() as file:
+        return f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"
 
 
 @contextlib.contextmanager
 def meet_in(path: str, size: int) -> Iterator[None]:
-    """Have torch make the default process group, of ``size`` processes, with a file, if given, for its store."""
-    if dist.is_initialized() or not path:
-        yield
-        return
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # stays open: torch opens the store's path whenever it reads
+    """Have torch make the default process group, of ``size`` processes, with that file for its store.
+
+    Raises a ``LaunchError`` if the file cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # stays open: torch opens the store's path whenever it reads
+    except OSError as error:
+        raise LaunchError(
+            f"The file in which an island's processes meet cannot be opened: {error}. Expected its first process to "
+            "run, as the same user and in the same container."
+        ) from error
     store = dist.FileStore(f"/proc/self/fd/{file}", size)  # type: ignore[attr-defined]
+    store.set_timeout(_PATIENCE)
     make = dist.init_process_group
     dist.init_process_group = functools.partial(make, store=store)
     try:

@@ -124,8 +124,6 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
             self.make_lightnings_launcher()
-            if mine.num_nodes == 1 and not mine.cluster_environment.creates_processes_externally:
-                island_store.offer(mine.cluster_environment.main_port)
             return None
         timeouts = self.options.config.timeouts
         about = self.options.num_servers, self.options.transport
@@ -149,17 +147,12 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         mine: Any = self
         trainer = mine.lightning_module.trainer
         if self._division is None:
-            store = island_store.offered(mine.cluster_environment.main_port)
-        else:
-            self._division.enter(self)
-            store = self._division.place.store
-        if self._division is not None or store:
-            self._undo = (island_store.stay_on_this_machine(),)
-        with island_store.meet_in(store, mine.num_processes):
             super().setup_environment()  # type: ignore[misc]
-        if self._division is None:
             self.check_trainer(trainer)
         else:
+            self._undo = (island_store.stay_on_this_machine(),)
+            with self._division.enter(self):
+                super().setup_environment()  # type: ignore[misc]
             self._division.speak()
             self._division.await_turn()
         self.board = MetricsBoard()

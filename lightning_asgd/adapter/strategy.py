@@ -54,8 +54,8 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     Args:
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
-            ``"auto"``: the smallest whose cost is negligible, and smaller ones at first; every worker measures.
-            ``"restarted"``: theory's, for ``algorithm="local_sgd"``. None: ``"auto"`` for plain ``ASGD``, else 10.
+            ``"auto"``: the smallest whose cost each worker finds negligible, and less at first. ``"restarted"``: what
+            theory gives for ``algorithm="local_sgd"``. None: ``"auto"`` for ``ASGD`` without transforms, else 10.
         nfetch, npush: steps between two fetches of the weights, and between two pushes, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.

@@ -99,9 +99,9 @@ class Snapshots:
         try:
             content = torch.load(path, weights_only=True)
             protocol, header, buffers = content["protocol"], content["header"], content["buffers"]
-            if content.get("checksum") not in (None, _checksum(content)):  # None: of a release that wrote none
-                raise ValueError("its checksum is another one")
             if protocol == PROTOCOL:
+                if content.get("checksum") not in (None, _checksum(content)):  # None: written by an earlier release
+                    raise ValueError("its checksum does not match")
                 return Snapshot(**codec.decode(header.encode(), [buffer.numpy() for buffer in buffers]))
         except Exception as error:  # torch's own text recommends to open what may harm
             raise SnapshotError(
@@ -126,6 +126,7 @@ class Snapshots:
                         f"{self.folder} holds snapshots of run {snapshot.run!r}. Expected those of run {run!r}. Pass "
                         "that run's name, or another folder."
                     )
+                del snapshot  # it may be large
         if 0 not in versions and not any(versions.values()):
             return None
         if found != {self.path(server).name for server in range(servers)}:
@@ -145,7 +146,7 @@ def keep(
     *,
     at_end: bool = True,
 ) -> None:
-    """Write snapshots until stopped, and with ``at_end`` a last one; ``complain`` of those that cannot be written.
+    """Write snapshots until stopped, and with ``at_end`` a last one; ``complain`` is called if one cannot be written.
 
     Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
     """

@@ -134,7 +134,7 @@ class Buffers:
                 tensor.copy_(value)
 
     def _keep_mapped(self, worker: int, fragment: int) -> None:
-        """Leave the block in use mapped, and no other: with all of them a server seems as large as all its workers."""
+        """Leave only the block in use mapped: else a server would seem to use the memory of all its workers."""
         before = self._mapped.get(fragment)
         if before is not None and before != worker and (before, fragment) in self._blocks:
             self._blocks[before, fragment].unmap()

@@ -154,7 +154,7 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
     """The name of a job's transport; why it is this one; and who could get in, as the rest of a sentence about it.
 
     ``"auto"`` follows from what all machines of a job share, their secret and their libraries; so all choose the same.
-    Raises a ``ConfigurationError`` for a secret that is too short, with any transport: who sets one means to be safe.
+    Raises a ``ConfigurationError`` for a secret that is too short, with any transport.
     """
     job_secret.check()
     if asked != AUTO:

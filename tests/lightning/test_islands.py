@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,15 +22,13 @@ from lightning_asgd.adapter import data_mode
 from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.ports import free_port
-from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
-from tests.lightning.test_runs import SECRET, address_of_run, to_file
+from tests.lightning.test_runs import address_of_run, to_file
 
 SAMPLES, BATCH, EPOCHS = 128, 4, 10
 
@@ -215,46 +210,6 @@ def run(tmp_path: Path, mains: Any) -> Any:
         served.join(60)
         served.kill()
         served.join()
-
-
-SCRIPT = """
-import json, sys
-
-from torch.utils.data import DataLoader
-
-from lightning_asgd import ASGDStrategy
-from tests.helpers.meeting import how_it_met
-from tests.lightning.models import trainer
-from tests.lightning.test_islands import Net, numbered
-
-class Meets(Net):
-    def on_train_start(self):
-        self.met = how_it_met()
-
-for fit in range(2):
-    strategy = ASGDStrategy(island="ddp", server=sys.argv[1], run_id="islands")
-    net = Meets(sharded=False)
-    made = trainer(".", strategy, devices=2, max_epochs=1 + fit)
-    made.fit(net, DataLoader(numbered(), batch_size=4))
-    if made.is_global_zero:
-        print("met", json.dumps(net.met))
-"""
-
-
-def test_an_island_that_lightning_starts_meets_where_no_other_user_gets_in(run: Any, tmp_path: Path) -> None:
-    address, _ = run
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py", address],
-        cwd=tmp_path,
-        env={**environment(), SECRET_ENV: SECRET},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    met = [json.loads(line.removeprefix("met ")) for line in done.stdout.splitlines() if line.startswith("met ")]
-    assert met == [{"store": "FileStore", "listens": ["127.0.0.1"]}] * 2
 
 
 @pytest.mark.timeout(600)

@@ -146,7 +146,7 @@ def test_a_process_says_it_once_and_warns_if_anyone_can_get_in(caplog: pytest.Lo
 
 
 def test_a_worker_that_joins_a_run_warns_if_anyone_can_get_in(caplog: pytest.LogCaptureFixture) -> None:
-    job = TrainingJob(1, 0.1, asked="rpc", given=(("127.0.0.1", 1),), run_id="run")
+    job = TrainingJob(1, 0.1, given=(("127.0.0.1", 1),), run_id="run")
     with pytest.raises(LaunchError):
         job.find_run()
     assert [record.levelname for record in caplog.records if "has no authentication" in record.message] == ["WARNING"]
