@@ -414,12 +414,13 @@ def test_units_of_an_epoch_that_only_the_lost_had_begun_are_not_trained_again() 
     assert after.handle(OpenEpoch("s", 2, Epoch("s/1", 4, (4,)))) == ((0, 1),)
 
 
-def test_snapshots_go_on_after_one_could_not_be_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+def test_snapshots_go_on_after_one_could_not_be_taken(tmp_path: Path, kind: type[Exception]) -> None:
     stop, complaints = threading.Event(), list[str]()
 
     def take() -> Snapshot:
         if not complaints:
-            raise MemoryError("not enough memory")
+            raise kind("not enough memory")
         stop.set()
         return snapshot()
 
