@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.class_trees import FABRICS, Extension, become_global_zero, rank_zero_warn
+from lightning_asgd.adapter.class_trees import FABRICS, Extension, become_global_zero
 from lightning_asgd.adapter.launchers import ScriptLauncher
 from lightning_asgd.adapter.unattached import StrategyExtension
 from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
@@ -31,7 +31,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions, raised_by
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.worker.collectives import GATHERED_ALONE, Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 
 __all__ = ["FabricASGDStrategy"]
 
@@ -287,27 +287,12 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
 
     # ------------------------------------------------------------------ collectives
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for all living workers; does nothing between two sync points."""
-        self.collectives.barrier(name or "")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Worker ``src``'s object, with 0 the chief's; this worker's own between two sync points."""
-        return self.collectives.broadcast(obj, src) if src else self.collectives.broadcast_of_chief(obj)
+    barrier, broadcast = WorkerPlace.barrier, WorkerPlace.broadcast
+    all_gather, reduce_boolean_decision = WorkerPlace.all_gather, WorkerPlace.reduce_boolean_decision
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor over the living workers; this worker's own between two sync points."""
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op)) if isinstance(tensor, Tensor) else tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers, stacked in a new first dimension; in the asynchronous phase this one's alone."""
-        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
-            rank_zero_warn(GATHERED_ALONE)
-        return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) workers decide True; this worker's own decision between two sync points."""
-        return self.collectives.decide(decision, all=all)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -37,7 +37,7 @@ from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
-from lightning_asgd.worker.collectives import GATHERED_ALONE, REDUCED_ALONE, Collectives, Phase, reduce_op_name
+from lightning_asgd.worker.collectives import REDUCED_ALONE, Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.module_state import fixed_tensors, make_identical, persistent_buffers
 
 __all__ = ["ASGDStrategy"]
@@ -362,14 +362,6 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     # ------------------------------------------------------------------ collectives
 
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Wait for all living workers; does nothing in the asynchronous phase."""
-        self.collectives.barrier(name or "")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Worker ``src``'s object, with 0 the chief's; this worker's own in the asynchronous phase."""
-        return self.collectives.broadcast(obj, src) if src else self.collectives.broadcast_of_chief(obj)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor over the living workers; this worker's own in the asynchronous phase."""
         if not isinstance(tensor, Tensor):
@@ -377,16 +369,6 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
             rank_zero_warn(REDUCED_ALONE)
         return self.collectives.reduce(tensor, reduce_op_name(reduce_op))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all workers, stacked in a new first dimension; in the asynchronous phase this one's alone."""
-        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
-            rank_zero_warn(GATHERED_ALONE)
-        return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (or any) workers decide True; this worker's own decision in the asynchronous phase."""
-        return self.collectives.decide(decision, all=all)
 
     def _metrics_sync(self) -> bool:
         # After the fit a program may have destroyed the process group, to test with one device for instance.

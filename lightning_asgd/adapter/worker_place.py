@@ -1,4 +1,4 @@
-"""Who a worker is to Lightning: its rank, its world and its device.
+"""Who a worker is to Lightning: its rank, its world and its device; and its collectives with the other workers.
 
 A worker of an elastic run is the only one of its Trainer, whatever started its process. torchrun, SLURM and other
 engines number the processes that they start together; of these numbers only the local rank matters in a run, which says
@@ -10,11 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_asgd.adapter import private_names
+from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.fleet import idle_membership
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.worker.collectives import GATHERED_ALONE, Phase
 
 __all__ = ["WorkerPlace", "check_is_one_worker", "own_device"]
 
@@ -24,6 +27,7 @@ class WorkerPlace:
 
     _job: Any
     _membership: Any
+    collectives: Any
     accelerator: Any
     parallel_devices: list[torch.device] | None
 
@@ -62,6 +66,24 @@ class WorkerPlace:
                 "one device for every worker on the machine, or a single device that only this worker can see."
             )
         return devices[local_rank if len(devices) > 1 else 0]
+
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all living workers; does nothing between two sync points."""
+        self.collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Worker ``src``'s object, with 0 the chief's; this worker's own between two sync points."""
+        return self.collectives.broadcast(obj, src) if src else self.collectives.broadcast_of_chief(obj)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all workers, stacked in a new first dimension; in the asynchronous phase this one's alone."""
+        if self.collectives.phase is Phase.ASYNC and self.world_size > 1:
+            rank_zero_warn(GATHERED_ALONE)
+        return self.collectives.stacked(tensor) if self.world_size > 1 else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) workers decide True; this worker's own decision between two sync points."""
+        return bool(self.collectives.decide(decision, all=all))
 
 
 def own_device(given: torch.device, local_rank: int, visible: int) -> torch.device:

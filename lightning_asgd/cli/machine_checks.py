@@ -23,7 +23,6 @@ _EXTRAS = ("pyzmq", "wandb", "rich", "matplotlib")
 _LEAST_MEMORY = 2e9  # bytes: main process, worker and server with torch imported take 1.2 GB
 _LEAST_SHM = 128 << 20  # bytes: containers get 64 MB by default
 _LEAST_FILES = 1024
-_LAST_PORT = 65535
 _RELEASED = 2025  # no clock that is right shows an earlier year
 
 _SLURM = ("JOB_ID", "NNODES", "NTASKS", "NODEID", "PROCID", "LOCALID", "JOB_NODELIST", "CPUS_PER_TASK")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -36,6 +38,7 @@ def serve(
     transport: Literal["auto", "rpc", "zmq"] = "auto",
     snapshots: Path | None = None,
     snapshot_every_s: float = 60.0,
+    on_snapshot_failure: Literal["continue", "stop"] = "continue",
     join: str | None = None,
     machines: int = 1,
     lease_s: float = _LEASE_S,
@@ -47,8 +50,7 @@ def serve(
     the run over.
 
     Args:
-        port: port at which workers find the run. With "zmq" they need no other; with "rpc" all ports must be open, in
-            both directions.
+        port: port at which workers find the run, and the only one with "zmq". "rpc" needs all ports in both directions.
         run_id: name of the run, of your choice. Give workers the same name.
         host: name or address of this machine to listen at, IPv4 or IPv6. At the default only workers on this machine
             reach the servers, and those for which a tunnel ends there.
@@ -57,8 +59,8 @@ def serve(
             with the same secret in the environment variable LIGHTNING_ASGD_SECRET. "auto" is "zmq" where that is set.
         snapshots: folder for snapshots of weights, optimizer states and progress. If it holds snapshots of this run,
             the run continues from them. Without a folder the run ends with its servers.
-        snapshot_every_s: seconds between two snapshots. If all servers are lost at once, the updates since the latest
-            snapshot are lost.
+        snapshot_every_s: seconds between two snapshots. If all servers are lost, so are the updates since the latest.
+        on_snapshot_failure: if one cannot be written, "continue" with a warning, or "stop" with exit code 1.
         join: address of a host of the same run, as "host:port". This machine stands by, and takes the run over when the
             host that serves is lost. Give workers the addresses of all hosts.
         machines: number of machines among which the servers are divided, with this one. The others join with --join,
@@ -73,20 +75,20 @@ def serve(
 
     _check(port, run_id, host, num_servers, snapshot_every_s, lease_s)
     _check_machines(machines, num_servers, join, snapshots)
-    where = None if join is None else _place(join)
-    stopped, (name, line, rendezvous, interface) = _signals(), _open(transport, host, port)
-    try:
+    where, stopped = None if join is None else _place(join), _signals()
+    name, line, rendezvous, interface = _open(transport, host, port)
+    with contextlib.ExitStack() as ends:
+        ends.callback(rendezvous.close)
         entry = _entry(run_id, name, num_servers, rendezvous.address, where, lease_s, stopped)
-        version = None if snapshots is None else _version_in(snapshots, run_id, entry.servers)
-        settings = _settings(entry, interface, snapshots, snapshot_every_s)
+        version = _version_in(snapshots, run_id, entry.servers, ends if join is None else None)
+        ends.callback(supervisor.close_current)
+        settings = _settings(entry, interface, snapshots, snapshot_every_s, on_snapshot_failure)
         mine = len(servers_of_machine(entry.servers, machines, 0))
         overseer = supervisor.ensure(mine, rendezvous, settings, succeed=join is not None)
         borrower = ServerBorrower(entry, rendezvous, settings, machines) if machines > 1 else None
         explain = partial(_explain, entry, join, line, (snapshots, version), machines)
         _host(entry, rendezvous, overseer, interface, borrower, explain, stopped)
-    finally:
-        supervisor.close_current()
-        rendezvous.close()
+    _check_written(overseer, snapshots)
 
 
 def _host(
@@ -109,7 +111,7 @@ def _host(
         with RunHosting(entry, rendezvous, overseer, interface, borrower) as hosting:
             health.keys = hosting.keys
             until = time.monotonic() + _START_S
-            while not stopped:
+            while not stopped and not overseer.unwritten:
                 hosting.step()
                 if hosting.takes_part and until:
                     explain()
@@ -171,12 +173,26 @@ def _entry(
     return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,), lease_s=found.lease_s)
 
 
-def _settings(entry: HostEntry, interface: str, snapshots: Path | None, snapshot_every_s: float) -> ServerSettings:
+def _check_written(overseer: Supervisor, snapshots: Path | None) -> None:
+    """Raise a ``SnapshotError`` if a server has ended that could not write its last snapshot."""
+    from lightning_asgd.errors import SnapshotError
+
+    for server, output in overseer.unwritten.items():
+        raise SnapshotError(
+            f"Server {server} was stopped and could not write its last snapshot to {snapshots}. Updates since the one "
+            "before are held only by workers that still wait for this run. Make room there, and give the same command "
+            f"again while they wait. The server's last output: {output}"
+        )
+
+
+def _settings(
+    entry: HostEntry, interface: str, snapshots: Path | None, snapshot_every_s: float, on_failure: str
+) -> ServerSettings:
     from lightning_asgd.server.server_process import ServerSettings
 
     folder = "" if snapshots is None else str(snapshots.resolve())
     about: Any = {"run": entry.run, "snapshots": folder, "snapshot_every_s": snapshot_every_s}
-    return ServerSettings(interface, entry.transport, **about)
+    return ServerSettings(interface, entry.transport, snapshot_or_end=on_failure == "stop", **about)
 
 
 def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> None:
@@ -216,17 +232,21 @@ def _check_machines(machines: int, num_servers: int, join: str | None, snapshots
         )
 
 
-def _version_in(snapshots: Path, run_id: str, num_servers: int) -> int | None:
-    """The version of a folder's snapshots; None if there are none.
+def _version_in(snapshots: Path | None, run_id: str, num_servers: int, ends: contextlib.ExitStack | None) -> int | None:
+    """The version of a folder's snapshots; None if there are none. Other runs are kept from it until a host ``ends``.
 
     Raises a ``ConfigurationError`` for a folder that snapshots cannot be written to: they are written much later.
     """
     from lightning_asgd.errors import ConfigurationError
     from lightning_asgd.server.snapshot_store import Snapshots
 
+    if snapshots is None:
+        return None
     try:
         snapshots.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=snapshots).close()
+        if ends is not None:
+            ends.callback(os.close, Snapshots(snapshots).lock())
     except OSError as error:
         text = f"snapshots={str(snapshots)!r} cannot be written to: {error}. Expected a folder of this user's."
         raise ConfigurationError(text) from error

@@ -116,7 +116,8 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
         state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     none = [] if view.workers else ["no worker takes part now"]
-    return Group(made, *none, *map(escape, view.news))
+    snapshot = [f"{view.snapshot}."] if view.snapshot else []
+    return Group(made, *none, *map(escape, [*snapshot, *view.news]))
 
 
 def _figures(worker: WorkerStatus, before: WorkerStatus | None) -> list[str]:

@@ -16,7 +16,7 @@ from lightning_asgd.errors import LaunchError, ServerLostError
 from lightning_asgd.loop import job_address
 from lightning_asgd.loop.job_address import Surroundings
 from lightning_asgd.loop.job_options import JobOptions
-from lightning_asgd.processes import placed_servers, rank_variables, returned_host, supervisor
+from lightning_asgd.processes import exit_code, placed_servers, rank_variables, returned_host, supervisor
 from lightning_asgd.processes.lent_servers import servers_of_machine
 from lightning_asgd.processes.placed_servers import NodeServers
 from lightning_asgd.processes.returned_host import Arrival, Moved
@@ -440,4 +440,4 @@ class TrainingJob:
         """Report to the main process that a worker fails in a fit that continues, and whether that is no failure."""
         if self.address is not None and not self.attaches and (rank or rank_variables.main_process() is not None):
             with contextlib.suppress(RuntimeError), Rendezvous.connect(*self.address, STOP_S) as rendezvous:
-                rendezvous.put(supervisor.excuse_of(os.getpid()), excused)  # unless the main process is gone
+                rendezvous.put(exit_code.excuse_of(os.getpid()), excused)  # unless the main process is gone

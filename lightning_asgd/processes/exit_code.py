@@ -14,13 +14,20 @@ import sys
 import time
 from collections.abc import Mapping
 
-__all__ = ["exit_with", "failures", "is_failing"]
+from lightning_asgd.process_name import machine_and_pid
+
+__all__ = ["excuse_of", "exit_with", "failures", "is_failing"]
 
 log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0
 _PATIENCE_S = 3.0  # before the first log line
 _POLL_S = 0.05
+
+
+def excuse_of(pid: int) -> str:
+    """The rendezvous key under which a worker that fails in a fit notes whether that is no failure of the script."""
+    return f"excuse/{machine_and_pid(pid)}"
 
 
 def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WAIT_S) -> dict[int, int]:

@@ -29,6 +29,7 @@ class ServerHandle:
         self.index = index
         self.rendezvous = rendezvous
         self.key = f"server/{uuid.uuid4().hex}"
+        self._shown = 0  # bytes of its output that were read with `new_output`
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # nameless: nothing is left behind
         host, port = rendezvous.address
         arguments = ServerArguments(
@@ -71,6 +72,13 @@ class ServerHandle:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
+
+    def new_output(self) -> str:
+        """The whole lines that it has written since the last time."""
+        size = os.fstat(self.output.fileno()).st_size
+        lines, end, _ = os.pread(self.output.fileno(), size - self._shown, self._shown).rpartition(b"\n")
+        self._shown += len(lines + end)
+        return (lines + end).decode(errors="replace")
 
     def last_output(self) -> str:
         """Its last lines."""

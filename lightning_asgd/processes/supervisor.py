@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -22,18 +23,17 @@ from lightning_asgd.errors import LaunchError
 from lightning_asgd.process_name import machine_and_pid
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
-from lightning_asgd.server.server_process import ServerSettings
+from lightning_asgd.server.server_process import UNWRITTEN, ServerSettings
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "excuse_of", "with_last_output"]
+__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_output"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _STOP_S = 3.0
 _WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
-_LOG_LINES = 20
 _STANDBY_AFTER_S = 15.0  # without a server's end
 _FAILED_STARTS = 3  # servers in a row that end before they serve: no more are started
 _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is their machine's fault
@@ -77,6 +77,8 @@ class Supervisor:
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self.refused: dict[int, int] = {}
         """Exit codes of workers that were refused, and that another launcher watches over."""
+        self.unwritten: dict[int, str] = {}
+        """By number, what servers have said last that have ended and could not write a snapshot."""
         self._reaper: subprocess.Popen[bytes] | None = None
         self._former: Supervisor | None = None
         self._closing = threading.Event()
@@ -129,7 +131,7 @@ class Supervisor:
     def check_servers(self) -> None:
         """Raise a ``LaunchError`` if a server was lost that could not be replaced."""
         if self._irreplaceable is not None:
-            raise LaunchError(f"{self._irreplaceable}\nExpected it to start. Fix the cause shown in its output.")
+            raise LaunchError(f"{self._irreplaceable}\nFix the cause shown in its output.")
 
     @property
     def healthy(self) -> bool:
@@ -168,7 +170,7 @@ class Supervisor:
     def noted_excuse(self, pid: int) -> bool | None:
         """Whether a worker has noted that its failure is none of the script; None if it has noted nothing."""
         with contextlib.suppress(RuntimeError):  # of the rendezvous
-            return None if self.rendezvous is None else self.rendezvous.peek(excuse_of(pid))
+            return None if self.rendezvous is None else self.rendezvous.peek(exit_code.excuse_of(pid))
         return None
 
     def on_worker_exit(self, callback: Callable[[int, int, int], None] | None) -> None:
@@ -249,8 +251,16 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
+            self._show(server)
+            if self.settings.snapshots and server.process.returncode in (UNWRITTEN, -signal.SIGKILL):
+                self.unwritten[server.index] = server.last_output().rpartition("\n")[2]
             with self._lock:
                 server.close()
+
+    def _show(self, server: ServerHandle) -> None:
+        """Show what a server of a run has logged."""
+        if self.settings.run and not server.output.closed and (text := server.new_output()):
+            log.warning(text.rstrip())
 
     def register(self, pid: int) -> None:
         """Have a process ended when this one is gone."""
@@ -276,6 +286,9 @@ class Supervisor:
         if self._closing.is_set() or server not in self._servers:
             return
         with contextlib.suppress(RuntimeError):  # of the rendezvous: the main process ends
+            if server.process.returncode == UNWRITTEN:
+                self.unwritten[server.index] = server.last_output().rpartition("\n")[2]
+                return
             failed_start = server.rendezvous.peek(server.key) is None
             self._failed_starts = self._failed_starts + 1 if failed_start else 0
             not_restartable = failed_start and (server.process.returncode >= 0 or self._failed_starts >= _FAILED_STARTS)
@@ -339,6 +352,7 @@ class Supervisor:
         """Look once which processes have ended, but those that are known to have."""
         ended = self._ended
         for server in list(self._servers):
+            self._show(server)
             # After the end of a lease servers end by themselves. They are replaced if it is extended once more.
             in_time = time.monotonic() <= self._lease_until
             if server.key not in ended and server.process.poll() is not None and in_time:
@@ -355,11 +369,6 @@ class Supervisor:
 
 
 _current: Supervisor | None = None
-
-
-def excuse_of(pid: int) -> str:
-    """The rendezvous key under which a worker that fails in a fit notes whether that is no failure of the script."""
-    return f"excuse/{machine_and_pid(pid)}"
 
 
 def ensure(

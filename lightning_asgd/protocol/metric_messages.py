@@ -84,3 +84,4 @@ class Status:
     steps: int = 0  # its steps, likewise
     workers: tuple[WorkerStatus, ...] = ()  # those that take part or may rejoin
     news: tuple[str, ...] = ()  # recent events of workers, as texts for users
+    snapshot: str = ""  # how old its latest snapshot is, likewise; empty if it writes none

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -29,15 +29,17 @@ from lightning_asgd.protocol import Leave, Status, StatusRequest
 from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.served_tables import ServedTables
 from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshot_store import Snapshots, keep
+from lightning_asgd.server.snapshot_store import Snapshots
+from lightning_asgd.server.snapshot_writer import SnapshotWriter
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import NetworkDownError
 
-__all__ = ["ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
+__all__ = ["UNWRITTEN", "ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
 
 log = logging.getLogger(__name__)
 
+UNWRITTEN = 3  # exit code of a server that could not write its snapshot, where it had to
 _TICK_S = 0.25
 _START_S = 60.0
 _LOOK_S = 2.0  # interval of the listen-socket check
@@ -62,6 +64,7 @@ class ServerSettings:
     run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
     snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
     snapshot_every_s: float = 0.0  # seconds between two; 0 for none
+    snapshot_or_end: bool = False  # whether they end if one cannot be written
     moves: bool = False  # whether other servers are started elsewhere if these end
     watches: bool = False  # whether no process that has started the workers reports their ends
 
@@ -120,37 +123,33 @@ def run_server(argv: list[str] | None = None) -> int:
         rendezvous.put(arguments.key, {**reach, "pid": os.getpid()})
     lease = _Lease()
     threading.Thread(target=_listen, args=(service, lease), name="lightning_asgd.exits", daemon=True).start()
-    with _kept(service, snapshots, settings):
+    with _writer(service, snapshots, settings) as writer:
         looked = looked_for_gone = time.monotonic()
-        shut = False
+        shut, heard = False, 0
         while not stopped and not shut and not lease.over and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
             _guarded(service.tick)
+            heard = _log_events(service, heard) if settings.run else 0
+            if writer is not None and writer.error and settings.snapshot_or_end:
+                os._exit(UNWRITTEN)
             if (settings.run or settings.watches) and time.monotonic() > looked_for_gone + _GONE_S:
                 looked_for_gone = time.monotonic()
                 _guarded(lambda: _report_gone(service))
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
-                shut = not server.answers() or (not server.accepts() and service.replaceable)
+                shut = not server.answers() or (not server.accepts() and service.state.replaceable)
         if (settings.moves and not shut) or lease.over:  # as if it was killed: others may serve in its place
             time.sleep(_TICK_S if stopped else 0.0)  # the last answers of a job that ends
             os._exit(0 if stopped else 1)
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
-            service.abort(
-                f"The main process ({arguments.parent}), which is or started worker 0, has ended unexpectedly. Look at "
-                "its machine, and start the job again with trainer.fit(..., ckpt_path=...): the path that a worker "
-                "there has printed of main-process-lost-*.ckpt, or else 'last'."
-            )
-            deadline = time.monotonic() + _FAREWELL_S
-            while not stopped and time.monotonic() < deadline and _has_workers(service):
-                time.sleep(_TICK_S)
+            _end_job(service, arguments.parent, stopped)
     if shut:
         os.write(sys.stderr.fileno(), (_SHUT if server.answers() else _MUTE).encode())
     if shut or (settings.run and not stopped):  # as if it was killed: workers get their replies from a replacement
         os._exit(1)
     service.close()
     server.close()
-    return 0
+    return UNWRITTEN if writer is not None and writer.error and settings.run else 0
 
 
 def _guarded(due: Callable[[], None]) -> None:
@@ -179,9 +178,30 @@ def _report_gone(service: Service) -> None:
         service.handle(Leave(members.session, workers[process], reason, final=final, process=process))
 
 
-def _has_workers(service: Service) -> bool:
-    status = service.handle(StatusRequest())
-    return isinstance(status, Status) and bool(status.workers)
+def _log_events(service: Service, heard: int) -> int:
+    """Log what has happened in a run since ``heard`` events, on its first server; returns their number now."""
+    session = service.session
+    if session is None or session.members.index:
+        return heard
+    events = session.members.events_after(heard)
+    for event in events:
+        log.warning(event)
+    return heard + len(events)
+
+
+def _end_job(service: Service, parent: int, stopped: list[int]) -> None:
+    """End a job whose main process is gone; wait a little for its workers, which fetch the weights."""
+    service.abort(
+        f"The main process ({parent}), which is or started worker 0, has ended unexpectedly. Look at its machine, and "
+        "start the job again with trainer.fit(..., ckpt_path=...): the path that a worker there has printed of "
+        "main-process-lost-*.ckpt, or else 'last'."
+    )
+    deadline = time.monotonic() + _FAREWELL_S
+    while not stopped and time.monotonic() < deadline:
+        status = service.handle(StatusRequest())
+        if not (isinstance(status, Status) and status.workers):
+            return
+        time.sleep(_TICK_S)
 
 
 def allow_many_connections() -> None:
@@ -193,23 +213,21 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-@contextlib.contextmanager
-def _kept(service: Service, snapshots: Snapshots | None, settings: ServerSettings) -> Iterator[None]:
-    """Write snapshots meanwhile, and a last one of a run at its end: those of a job are for its own servers only."""
+def _writer(
+    service: Service, snapshots: Snapshots | None, settings: ServerSettings
+) -> contextlib.AbstractContextManager[SnapshotWriter | None]:
+    """Writes snapshots, and a last one of a run at its end: those of a job are for its own servers only."""
     if snapshots is None:
-        yield
-        return
-    end = threading.Event()
-    about = service.snapshot, snapshots, settings.snapshot_every_s, end, service.tell
-    writer = threading.Thread(
-        target=keep, args=about, kwargs={"at_end": bool(settings.run)}, name="lightning_asgd.snapshots", daemon=True
-    )
-    writer.start()
-    try:
-        yield
-    finally:
-        end.set()
-        writer.join()
+        return contextlib.nullcontext()
+
+    def complain(what: str) -> None:
+        service.tell(what)
+        if service.state.index:  # else it is logged as an event
+            log.warning(what)
+
+    writer = SnapshotWriter(service.snapshot, snapshots, settings.snapshot_every_s, complain, at_end=bool(settings.run))
+    service.snapshot_report = writer.report
+    return writer
 
 
 class _Lease:

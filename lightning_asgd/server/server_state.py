@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.errors import ProtocolError, SnapshotError
 from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld, Status
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
@@ -206,7 +206,12 @@ class ServerState:
         """Continue from the newest state that workers report; returns the workers whose reports are stale."""
         recovery, index = self.recovery, session.members.index
         newest = recovery.take()
-        session.resume(newest, recovery, self._remembered(index) if self._remembered else None)
+        snapshot = None
+        try:
+            snapshot = self._remembered(index) if self._remembered else None
+        except SnapshotError as error:  # the workers hold the weights
+            session.members.publish(str(error))
+        session.resume(newest, recovery, snapshot)
         if index == 0:
             self.registry.metadata = recovery.notes
             self.epochs.restore(recovery.parts, {held.epoch: held.done for held in newest if held.epoch})

@@ -82,6 +82,7 @@ class Service:
         self._clock = clock
         self.state = ServerState(run, job, succeeds=succeeds, remembered=remembered)
         self._changed = False  # since the latest snapshot
+        self.snapshot_report: Callable[[], str] = lambda: ""  # what `lightning-asgd status` shows of the latest one
         self._lock = threading.RLock()
         self._pending = PendingReplies()
         self._handlers: dict[type, Callable[[Any], Any]] = {
@@ -102,7 +103,7 @@ class Service:
             DisconnectWatch: lambda message: self._current(message.session) and self._pending.add(message),
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
-            StatusRequest: lambda _: self.state.overview(self._clock()),
+            StatusRequest: lambda _: replace(self.state.overview(self._clock()), snapshot=self.snapshot_report()),
             Samples: lambda message: self._current(message.session).samples,
             ShardState: lambda message: self._current(message.session).shard_state(message),
             PushRows: lambda message: self._member(message) and None,  # its worker may; see `ServedTables`
@@ -172,12 +173,6 @@ class Service:
             self._changed &= snapshot is None
         complete(copies, self._lock)  # messages are handled meanwhile
         return snapshot
-
-    @property
-    def replaceable(self) -> bool:
-        """Whether a replacement could continue from the workers' copies, or from a snapshot."""
-        with self._lock:
-            return self.state.replaceable
 
     def tell(self, what: str) -> None:
         """Publish an event to the workers' logs."""
@@ -360,7 +355,11 @@ class Service:
     def _reject_waiting(self) -> None:
         """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
         waiting = self._pending.of(Attach, *_EXCHANGES)
-        if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
+        try:
+            if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
+                return
+        except ASGDError as error:  # no snapshot can be read
+            self._pending.complete_each(waiting, error)
             return
         if not self.state.recovery.replaces:  # it only knows by hearsay of workers that are gone
             self.state.recovery.reset()

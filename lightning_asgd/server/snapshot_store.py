@@ -7,12 +7,12 @@ same time, not at the same update; asynchronous training lives with that all the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import logging
 import os
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch import Tensor
 from lightning_asgd.errors import SnapshotError
 from lightning_asgd.protocol import PROTOCOL, Epoch, Policy, codec
 
-__all__ = ["Snapshot", "Snapshots", "keep"]
+__all__ = ["Snapshot", "Snapshots"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,23 @@ class Snapshots:
         """Where a server's snapshot is."""
         return self.folder / f"server{server}.pt"
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Put a snapshot in the place of the one before, which is there until this one is written in full."""
+    def lock(self) -> int:
+        """Keep other hosts from the folder while the file is open whose number is returned."""
+        file = os.open(self.folder / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise SnapshotError(
+                f"Another `lightning-asgd serve` writes its snapshots to {self.folder}. Expected a folder of its own "
+                "for each. Stop the other one, or pass another folder."
+            ) from None
+        except OSError as error:  # a file system without locks
+            log.warning(f"Nothing keeps another `serve` from {self.folder}: no files can be locked there ({error}).")
+        return file
+
+    def write(self, snapshot: Snapshot) -> int:
+        """Put a snapshot in the place of the one before, once it is written in full. Returns its size in bytes."""
         header, buffers = codec.encode({name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__})
         tensors = [_tensor(buffer) for buffer in buffers]
         content = {"protocol": PROTOCOL, "header": header.decode(), "buffers": tensors}
@@ -74,12 +91,15 @@ class Snapshots:
         path = self.path(snapshot.server)
         beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
         self._clear(snapshot.server)
+        beside.unlink(missing_ok=True)
         try:
-            with beside.open("wb") as file:
+            with open(beside, "xb", opener=partial(os.open, mode=0o600)) as file:  # follows no link
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
+                size = file.tell()
             beside.replace(path)
+            return size
         finally:
             beside.unlink(missing_ok=True)
 
@@ -135,32 +155,6 @@ class Snapshots:
                 "Pass the number of servers that wrote them, or move the folder away to start the run over."
             )
         return versions[0]
-
-
-def keep(
-    take: Callable[[], Snapshot | None],
-    snapshots: Snapshots,
-    every_s: float,
-    stop: threading.Event,
-    complain: Callable[[str], None],
-    *,
-    at_end: bool = True,
-) -> None:
-    """Write snapshots until stopped, and with ``at_end`` a last one; ``complain`` is called if one cannot be written.
-
-    Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
-    """
-    last = False
-    while not last:
-        last = stop.wait(every_s - time.time() % every_s)
-        if last and not at_end:
-            return
-        try:
-            snapshot = take()
-            if snapshot is not None:
-                snapshots.write(snapshot)
-        except Exception as error:  # a full disk, too little memory: the next one may be written
-            complain(f"No snapshot of a server was written to {snapshots.folder}: {error}.")
 
 
 def _checksum(content: dict[str, Any]) -> str:

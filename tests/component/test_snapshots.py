@@ -51,7 +51,8 @@ from lightning_asgd.protocol import (
     StatusRequest,
 )
 from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshot_store import Snapshot, Snapshots, keep
+from lightning_asgd.server.snapshot_store import Snapshot, Snapshots
+from lightning_asgd.server.snapshot_writer import SnapshotWriter
 from lightning_asgd.stats import Verdict
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
 from tests.component.test_runs import EPOCHS, RunWorld
@@ -416,17 +417,69 @@ def test_units_of_an_epoch_that_only_the_lost_had_begun_are_not_trained_again() 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
 def test_snapshots_go_on_after_one_could_not_be_taken(tmp_path: Path, kind: type[Exception]) -> None:
-    stop, complaints = threading.Event(), list[str]()
+    taken, complaints = threading.Event(), list[str]()
 
     def take() -> Snapshot:
         if not complaints:
             raise kind("not enough memory")
-        stop.set()
+        taken.set()
         return snapshot()
 
-    keep(take, Snapshots(tmp_path), 0.01, stop, complaints.append)
-    assert complaints == [f"No snapshot of a server was written to {tmp_path}: not enough memory."]
+    with SnapshotWriter(take, Snapshots(tmp_path), 0.01, complaints.append, at_end=False):
+        assert taken.wait(30)
+    (told,) = complaints
+    assert told.startswith(f"No snapshot was written to {tmp_path}: not enough memory (")
     assert Snapshots(tmp_path).read(0) is not None
+
+
+def test_how_old_the_latest_snapshot_is_and_why_there_is_no_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    due: list[Snapshot | None] = [None, snapshot(), None, snapshot(version=4)]
+    complaints = list[str]()
+    writer = SnapshotWriter(lambda: due.pop(0), Snapshots(tmp_path / "folder"), 60.0, complaints.append)
+    reports = []
+    for clock.now in (0.0, 60.0, 120.0, 180.0):
+        if clock.now == 180.0:
+            (tmp_path / "folder").rename(tmp_path / "elsewhere")
+            (tmp_path / "folder").write_text("")
+        writer.write()
+        clock.now += 10.0
+        reports.append((writer.report(), bool(writer.error)))
+    assert reports[0] == ("No snapshot for 10 s", False)
+    assert reports[1] == reports[2] == ("The latest snapshot is 10 s old (version 3, 0.0 MB)", False)  # all there is
+    assert reports[3] == ("The latest snapshot is 70 s old (version 3, 0.0 MB)", True)
+    (told,) = complaints
+    assert "folder: [Errno 17]" in told
+    assert told.endswith("The latest snapshot is 60 s old (version 3, 0.0 MB).")
+
+
+@pytest.mark.parametrize("of", ["workers", "newcomers"])
+def test_a_snapshot_that_cannot_be_read_ends_no_worker_that_holds_the_weights(tmp_path: Path, of: str) -> None:
+    algorithm, before = Downpour("adam"), founded(Downpour("adam"))
+    seen = push(before, 1, 1, 2.0)
+    snapshots = written(before, tmp_path)
+    snapshots.path(0).write_bytes(b"garbage")
+    clock = Clock()
+    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    if of == "newcomers":
+        waiting = after.handle(Attach("s", "here", Policy(10.0)))
+        clock.now = 31.0
+        after.tick()
+        failure = waiting.value()
+        assert failure.error == "SnapshotError"
+        assert "server0.pt cannot be read" in failure.message
+        return
+    after.handle(Join("s", 1, 0, restore=True))
+    after.handle(InitShard("s", 1, GROUPS, algorithm))
+    held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
+    assert after.handle(StateReport("s", 1, (held,), notes={"founded": True})) is None
+    assert torch.equal(fetch(after, 1), seen.weights[0])
+    news = after.handle(StatusRequest()).news
+    assert any("server0.pt cannot be read" in told for told in news)
+    assert any("had no snapshot: its algorithm's state there starts from zero" in told for told in news)
 
 
 def test_what_could_not_be_written_is_tried_again() -> None:
@@ -585,16 +638,26 @@ def test_a_file_that_is_no_snapshot_is_refused_by_name(
 
 
 def test_the_last_snapshot_is_written_at_the_end(tmp_path: Path) -> None:
-    snapshots, stop = Snapshots(tmp_path), threading.Event()
-    stop.set()
-    keep(snapshot, snapshots, 1000.0, stop, pytest.fail)
+    snapshots = Snapshots(tmp_path)
+    with SnapshotWriter(snapshot, snapshots, 1000.0, pytest.fail):
+        pass
     assert snapshots.read(0) is not None
 
 
-def test_a_folder_that_cannot_be_written_to_is_complained_of(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    stop, complaints = threading.Event(), list[str]()
-    stop.set()
-    keep(snapshot, Snapshots(tmp_path / "file"), 1000.0, stop, complaints.append)
-    assert len(complaints) == 1
-    assert "No snapshot of a server was written to" in complaints[0]
+def test_a_folder_has_one_host_at_a_time(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    lock = snapshots.lock()
+    with pytest.raises(SnapshotError, match=r"Another `lightning-asgd serve` writes its snapshots to "):
+        Snapshots(tmp_path).lock()
+    os.close(lock)
+    os.close(snapshots.lock())
+
+
+def test_nothing_is_written_through_a_link_and_other_users_read_nothing(tmp_path: Path) -> None:
+    snapshots, target = Snapshots(tmp_path / "folder"), tmp_path / "target"
+    snapshots.folder.mkdir()
+    target.write_text("mine")
+    (snapshots.folder / f"server0.{os.getpid()}.part").symlink_to(target)
+    snapshots.write(snapshot())
+    assert target.read_text() == "mine"
+    assert snapshots.path(0).stat().st_mode & 0o777 == 0o600
