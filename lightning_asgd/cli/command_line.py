@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -66,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with 2 after a mistake in the options, with 0 after ``--help`` and ``--version``.
     """
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        if getattr(sys, name) is None:  # closed: sockets and files of children would take its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     words = [_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
     given = vars(_parser().parse_args(words))
     command = COMMANDS[given.pop("command")]

@@ -116,6 +116,7 @@ def _server_environment() -> dict[str, Any]:
     # (100 MB there and back by RPC: 7.2 times two copies by one thread; 5.2 so, 3.0 with those of the worker too).
     return {
         "THP_MEM_ALLOC_ENABLE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # RPC warns of every worker that leaves
         **child_environment(),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",

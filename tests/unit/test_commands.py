@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from lightning_asgd.cli import serve_command
 from lightning_asgd.cli.command_line import COMMANDS, main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.transports.rendezvous import Rendezvous
+from tests.helpers.ports import free_port
+from tests.helpers.servers import SECRET
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,25 @@ def test_a_signal_stops_serve_before_its_servers_have_started(
     assert ended.value.code == 0
     assert capsys.readouterr().out == "Stopped before the servers had started.\n"
     assert time.monotonic() - begun < 30
+
+
+def test_serve_works_for_a_service_manager_that_closes_its_standard_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, call = free_port(), "import sys; from lightning_asgd.cli.command_line import main; sys.exit(main())"
+    monkeypatch.setenv(SECRET_ENV, SECRET)
+    words = [sys.executable, "-c", call, "serve", f"--port={port}", "--run-id=r", f"--snapshots={tmp_path}"]
+    served = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words])
+    try:
+        deadline = time.monotonic() + 60
+        while main(["health", f"127.0.0.1:{port}"]):
+            assert served.poll() is None
+            assert time.monotonic() < deadline
+        served.terminate()
+        assert served.wait(30) == 0
+    finally:
+        served.kill()
+        served.wait()
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
