@@ -146,9 +146,10 @@ def run(system: System, kinds: list[str], show: Callable[[str, str], None]) -> d
         except TimeoutError as error:
             found[kind] = str(error).partition("\n")[0]
         show(kind, found[kind])
-        if serve is not None:
+        if serve is not None or found[kind]:  # a rank may have ended with what failed
             pair.close()
             pair = None
+        if serve is not None:
             serve.terminate()
             serve.wait(30)
     if pair is not None:

@@ -47,6 +47,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         num_nodes: number of machines.
     """
 
+    _started = 0  # processes on this machine, by this one
+
     def __init__(self, job: TrainingJob, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self.job = job
@@ -64,6 +66,12 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
                 f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
+            )
+        if external and 0 < self._started < self.num_processes:
+            raise ConfigurationError(
+                f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} process(es), the "
+                "workers of all Trainers of the script. Expected no more devices than that. Give every "
+                "Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
             )
         program = None
         if not external and self.num_processes > 1:
@@ -86,6 +94,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         """Start this machine's other workers; ``first`` is the rank of its first one."""
         with rank_variables.launching():
             processes = self.start_scripts()
+        ScriptLauncher._started = 1 + len(processes)
         watch = supervisor.ensure_watch()
         for local_rank, process in enumerate(processes, start=1):
             watch.add_worker(first + local_rank, process)

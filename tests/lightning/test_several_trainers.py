@@ -89,6 +89,19 @@ def test_a_strategy_goes_from_trainer_to_trainer(tmp_path: Path, first: Any, sec
     assert digest(module) != before
 
 
+def test_more_devices_than_an_earlier_trainer_has_started_are_refused_at_once(tmp_path: Path) -> None:
+    script = """
+fit("one", ASGDStrategy(), devices=1)
+try:
+    fit("two", ASGDStrategy())
+except Exception as error:
+    print("refused:", error)
+"""
+    said = run(tmp_path, script, seconds=60)
+    assert "refused: devices=2 was given. An earlier Trainer has started 1 process(es), the workers of all" in said
+    assert "start_method='spawn'" in said
+
+
 @pytest.mark.parametrize("tree", USUALLY_ONE)
 def test_arguments_are_those_of_the_strategy_or_of_the_newest_trainer(tmp_path: Path, tree: Any) -> None:
     environment = type(make(tree, ASGDStrategy(), tmp_path).strategy.cluster_environment)()
