@@ -166,6 +166,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
         "",
         "Small programs, each with one kind of buffer, train with DDP and with A-SGD (`make buffers`). **+**: the fit",
         "ends, all workers hold the same buffers then, and each is what its kind demands, such as positive variances.",
+        "The processes of an island share their buffers as under DDP, and what fails there fails in an island.",
         "",
         f"| buffer | {' | '.join(systems)} |",
         "|---" * (len(systems) + 1) + "|",

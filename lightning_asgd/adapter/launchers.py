@@ -69,8 +69,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             )
         if external and 0 < self._started < self.num_processes:
             raise ConfigurationError(
-                f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} process(es), the "
-                "workers of all Trainers of the script. Expected no more devices than that. Give every "
+                f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} process(es), "
+                "the workers of all Trainers of the script. Expected no more devices than that. Give every "
                 "Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
             )
         program = None
