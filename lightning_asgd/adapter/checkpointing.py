@@ -225,10 +225,13 @@ def is_last(trainer: Any, path: Any) -> bool:
     return any(str(path) == getattr(each, "last_model_path", "") for each in trainer.checkpoint_callbacks)
 
 
-def adopt_checkpoint_states(trainer: Any, states: list[Any]) -> None:
-    """Give the Trainer's checkpoint callbacks the state of another worker's: see :func:`checkpoint_states`."""
+def adopt_checkpoint_states(trainer: Any, states: list[Any], *, agrees: bool = False) -> None:
+    """Give them the state of another worker's. With ``agrees`` the other one decides: ranks may log other values."""
     for callback, state in zip(trainer.checkpoint_callbacks, states, strict=True):
         vars(callback).update(state)
+        if agrees and "best_k_models" in state:  # Lightning saves a file if its value is better on every rank
+            worst = Tensor([float("inf" if callback.mode == "min" else "-inf")])[0]
+            callback.best_k_models = dict.fromkeys(state["best_k_models"], worst)
 
 
 def save_on_exception(trainer: Any, error: BaseException) -> None:

@@ -374,7 +374,7 @@ class FitSession(Participation):
                 checkpoints = unpickled("the chief", met.checkpoints)
             elif collectives.real:
                 checkpoints = membership.published_checkpoints(checkpoints)
-            adopt_checkpoint_states(trainer, checkpoints)
+            adopt_checkpoint_states(trainer, checkpoints, agrees=name != "train end" and not membership.is_chief)
             membership.publish_chief_state()
         if self._check_grown(met):
             self.set_up_again(trained=True)

@@ -129,3 +129,38 @@ def test_steps_that_others_have_taken_where_they_stop(tmp_path: Path, package: s
     assert 8 <= last < STEPS
     assert found["files"] == {n: multiples(n, last) for n in (1, 2)}
     assert sorted(set(found["rows"]["loss"])) == list(range(last))  # a step of several batches is logged again
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_the_chief_decides_which_file_is_the_best_where_ranks_log_values_of_their_own(
+    tmp_path: Path, package: str
+) -> None:
+    pl = importlib.import_module(package)
+    boring = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
+
+    class Module(boring):  # type: ignore[misc, valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("m", 10.0 - self.current_epoch + 5 * self.global_rank)
+            return super().training_step(batch, batch_idx)
+
+        def on_fit_end(self) -> None:
+            kept = {Path(path).name: float(m) for path, m in self.trainer.checkpoint_callback.best_k_models.items()}
+            (tmp_path / f"rank{self.global_rank}.json").write_text(json.dumps(kept))
+
+    saver = pl.callbacks.ModelCheckpoint(tmp_path / "files", "{epoch}", monitor="m", save_top_k=2)
+    pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ASGDStrategy(start_method="fork", monitor=False),
+        callbacks=[saver],
+        logger=False,
+        max_epochs=4,
+        limit_train_batches=4,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module())
+    kept = {"epoch=2.ckpt": 8.0, "epoch=3.ckpt": 7.0}
+    assert {file.name for file in (tmp_path / "files").iterdir()} == kept.keys()
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == kept
