@@ -118,8 +118,8 @@ TOOLS = {
 # 280 of the core are samplers with orders of their own: one order for all, also for those that join, and refusals.
 # 260 of the core are the gain of Adam's steps.
 # 96 of the core are snapshots that fail: how old the latest is, exit codes, a lock, and events in the log of serve.
-# 10 of the core are Trainers with more devices than an earlier one of the script.
-LINES = {"core": 40_746, "engines": 1_104, "tools": 10_110}
+# 11 of the core are Trainers with more devices than an earlier one of the script.
+LINES = {"core": 40_747, "engines": 1_104, "tools": 10_110}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -67,7 +67,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
                 f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
             )
-        if external and 0 < self._started < self.num_processes:
+        owns_rank = "LOCAL_RANK" not in rank_variables.set_by_others()  # else another launcher starts processes
+        if external and owns_rank and 0 < self._started < self.num_processes:
             raise ConfigurationError(
                 f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} process(es), "
                 "the workers of all Trainers of the script. Expected no more devices than that. Give every "

@@ -88,7 +88,8 @@ class LeasedLoop(Live):
         self.nominal: float | None = None  # _expected while an epoch runs, when Lightning is given other numbers
         self._interval: Any = 0  # batches between two validations
         self._schedules = BatchSchedules(trainer)
-        self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if resumes_epoch(trainer) else 0)
+        within = resumes_epoch(trainer) and not last_batch_flag(trainer)
+        self._batches_before = batches_begun(trainer) - (batch_in_epoch(trainer) if within else 0)
         self._steps_before = 0.0  # the present epoch, or as many as if it had begun with its present number of batches
         self._joins = True  # whether its very first batch has not begun
         # Of the present epoch.
@@ -151,8 +152,7 @@ class LeasedLoop(Live):
         own = accumulation(trainer, number)
         self._accumulate, self._uniform = self._membership.of_first_worker(own), True
         accumulate = self._per_step(self._accumulate, units)
-        # A checkpoint that was written within an epoch has the position.
-        position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0
+        position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0  # of a file from within an epoch
         self._global_step = trainer.global_step
         resumed, self._resumed = self._resumed, {}
         resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)

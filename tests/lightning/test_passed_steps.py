@@ -164,3 +164,40 @@ def test_the_chief_decides_which_file_is_the_best_where_ranks_log_values_of_thei
     assert {file.name for file in (tmp_path / "files").iterdir()} == kept.keys()
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == kept
+
+
+def test_a_file_of_an_epochs_last_step_resumes_with_the_next_epoch(tmp_path: Path) -> None:
+    pl = importlib.import_module("pytorch_lightning")
+    boring = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel
+
+    class Module(boring):  # type: ignore[misc, valid-type]
+        def on_fit_start(self) -> None:
+            self.validated: list[int] = []
+
+        def on_validation_end(self) -> None:
+            self.validated.append(self.trainer.global_step)
+
+        def on_fit_end(self) -> None:
+            begun = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+            (tmp_path / f"rank{self.global_rank}.json").write_text(json.dumps([begun, self.validated]))
+
+    def fit(epochs: int, **options: Any) -> None:
+        pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ASGDStrategy(start_method="fork", monitor=False),
+            callbacks=[pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)],
+            logger=False,
+            max_epochs=epochs,
+            limit_train_batches=10,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            val_check_interval=7,
+            check_val_every_n_epoch=None,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Module(), **options)
+
+    fit(1)
+    fit(3, ckpt_path=str(tmp_path / "step=10.ckpt"))
+    assert json.loads((tmp_path / "rank0.json").read_text()) == [30, [14, 21, 28]]
