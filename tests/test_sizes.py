@@ -117,9 +117,9 @@ TOOLS = {
 # 75 of the core are files and log rows that are due at steps which worker 0 does not take.
 # 280 of the core are samplers with orders of their own: one order for all, also for those that join, and refusals.
 # 260 of the core are the gain of Adam's steps.
-# 96 of the core are snapshots that fail: how old the latest is, exit codes, a lock, and events in the log of serve.
+# 99 of the core are snapshots that fail: how old the latest is, exit codes, a lock, and events in the log of serve.
 # 11 of the core are Trainers with more devices than an earlier one of the script.
-LINES = {"core": 40_747, "engines": 1_104, "tools": 10_110}
+LINES = {"core": 40_750, "engines": 1_104, "tools": 10_110}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -131,7 +131,7 @@ class Supervisor:
     def check_servers(self) -> None:
         """Raise a ``LaunchError`` if a server was lost that could not be replaced."""
         if self._irreplaceable is not None:
-            raise LaunchError(f"{self._irreplaceable}\nFix the cause shown in its output.")
+            raise LaunchError(f"{self._irreplaceable}\nExpected it to start. Fix the cause shown in its output.")
 
     @property
     def healthy(self) -> bool:

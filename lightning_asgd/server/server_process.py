@@ -129,8 +129,9 @@ def run_server(argv: list[str] | None = None) -> int:
         while not stopped and not shut and not lease.over and os.getppid() == arguments.parent:
             time.sleep(_TICK_S)
             _guarded(service.tick)
-            heard = _log_events(service, heard) if settings.run else 0
+            heard = _log_events(service, heard)
             if writer is not None and writer.error and settings.snapshot_or_end:
+                _log_events(service, heard)
                 os._exit(UNWRITTEN)
             if (settings.run or settings.watches) and time.monotonic() > looked_for_gone + _GONE_S:
                 looked_for_gone = time.monotonic()
@@ -143,6 +144,7 @@ def run_server(argv: list[str] | None = None) -> int:
             os._exit(0 if stopped else 1)
         if not stopped and not shut and not settings.run:  # the workers of a run wait for `serve` to be started again
             _end_job(service, arguments.parent, stopped)
+    _log_events(service, heard)  # the last snapshot's
     if shut:
         os.write(sys.stderr.fileno(), (_SHUT if server.answers() else _MUTE).encode())
     if shut or (settings.run and not stopped):  # as if it was killed: workers get their replies from a replacement
@@ -181,7 +183,7 @@ def _report_gone(service: Service) -> None:
 def _log_events(service: Service, heard: int) -> int:
     """Log what has happened in a run since ``heard`` events, on its first server; returns their number now."""
     session = service.session
-    if session is None or session.members.index:
+    if session is None or session.members.index or not service.state.registry.name:
         return heard
     events = session.members.events_after(heard)
     for event in events:

@@ -63,10 +63,11 @@ class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
                 self._latest = f"version {snapshot.version}, {size / 1e6:,.1f} MB"
             self._current_at, self.error = now, ""
         except Exception as error:  # a full disk, too little memory: the next one may be written
-            self.error, folder = str(error), self._snapshots.folder
+            why, folder = str(error), self._snapshots.folder
             with contextlib.suppress(OSError):  # the folder is gone
-                self.error += f" ({shutil.disk_usage(folder).free / 1e6:,.0f} MB are free)"
-            self._complain(f"No snapshot was written to {folder}: {self.error}. {self.report()}.")
+                why += f" ({shutil.disk_usage(folder).free / 1e6:,.0f} MB are free)"
+            self._complain(f"No snapshot was written to {folder}: {why}. {self.report()}.")
+            self.error = why  # last: a server may end once it is set
 
     def report(self) -> str:
         """How old the latest snapshot is, and what it holds."""

@@ -18,7 +18,7 @@ from lightning_asgd.config import SECRET_ENV
 from tests.helpers.holding import await_file
 from tests.helpers.ports import free_port
 from tests.lightning.test_processes import wait_until
-from tests.lightning.test_runs import EPOCHS, SAMPLES, SECRET, Diary, address_of_run, attach, serve
+from tests.lightning.test_runs import EPOCHS, SAMPLES, SECRET, Diary, address_of_run, attach, epochs_of, serve
 
 NEWER = "No snapshot was written to "
 
@@ -44,9 +44,15 @@ def fill(disk: Path) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+@pytest.mark.parametrize(("on_failure", "every_s"), [("continue", 0.2), ("stop", 0.2), ("continue", 1000.0)])
 def test_a_full_disk_is_told_of_and_what_is_known_is_not_lost(
-    tmp_path: Path, disk: Path, mains: Any, on_failure: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    disk: Path,
+    mains: Any,
+    on_failure: str,
+    every_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setenv(SECRET_ENV, SECRET)
     log, port, started = tmp_path / "serve.log", str(free_port()), list[Any]()
@@ -58,27 +64,33 @@ def test_a_full_disk_is_told_of_and_what_is_known_is_not_lost(
 
     def begin(*more: str) -> tuple[Any, str]:
         log.unlink(missing_ok=True)
-        about = f"--snapshots={disk}", "--snapshot-every-s=0.2", *more
+        about = f"--snapshots={disk}", f"--snapshot-every-s={every_s}", *more
         served = start(serve, tmp_path, "zmq", *about, port=port)
         return served, address_of_run(tmp_path)
 
     try:
         served, address = begin(f"--on-snapshot-failure={on_failure}")
         worker = start(attach, tmp_path, "a", address, "zmq", 0.005, silence_s=10.0)
-        await_file(disk / "server0.pt", 60)
+        if every_s > 1:  # only the last one fails
+            wait_until(lambda: epochs_of(tmp_path, "a") > 0, 60, "training")
+        else:
+            await_file(disk / "server0.pt", 60)
         ballast = fill(disk)
-        wait_until(lambda: NEWER in log.read_text(), 30, "a warning")
+        if every_s < 1:
+            wait_until(lambda: NEWER in log.read_text(), 30, "a warning")
         if on_failure == "continue":
             assert main(["status", address]) == 0
-            assert "The latest snapshot is" in capsys.readouterr().out
+            assert ("The latest snapshot is" if every_s < 1 else "No snapshot for") in capsys.readouterr().out
             os.kill(served.pid, signal.SIGTERM)
         served.join(30)
         said = log.read_text()
         assert served.exitcode == 1, said
         assert "Worker 1 (" in said  # has joined
-        assert "No space left on device (0 MB are free). The latest snapshot is" in said
+        latest = "The latest snapshot is" if every_s < 1 else "No snapshot for"
+        assert f"No space left on device (0 MB are free). {latest}" in said
         assert "SnapshotError: Server 0 was stopped and could not write its last snapshot to " in said
-        if on_failure == "stop":
+        assert f"The server's last output: {NEWER}" in said
+        if on_failure == "stop" or every_s > 1:
             return
         ballast.unlink()
         served, address = begin()
