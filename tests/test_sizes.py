@@ -119,7 +119,8 @@ TOOLS = {
 # 260 of the core are the gain of Adam's steps.
 # 99 of the core are snapshots that fail: how old the latest is, exit codes, a lock, and events in the log of serve.
 # 11 of the core are Trainers with more devices than an earlier one of the script.
-LINES = {"core": 40_750, "engines": 1_104, "tools": 10_110}
+# 80 of the core are the loggers' count of batches beside that of steps, and steps that are logged once.
+LINES = {"core": 40_830, "engines": 1_104, "tools": 10_110}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

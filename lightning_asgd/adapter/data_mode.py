@@ -141,8 +141,8 @@ def accumulation(trainer: Any, epoch: int) -> int:
     return int(trainer.accumulate_grad_batches)
 
 
-def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Have something called whenever Lightning has set up training data, and counted their batches.
+def when_data_are_set_up(trainer: Any, *calls: Callable[[], None]) -> Callable[[], None]:
+    """Have functions called whenever Lightning has set up training data, and counted their batches.
 
     At once if it has already: a ``setup`` hook may have asked for numbers that depend on them.
     """
@@ -151,9 +151,10 @@ def when_data_are_set_up(trainer: Any, call: Callable[[], None]) -> Callable[[],
         before = private_names.combined_loader(trainer)
         private_names.set_up_data.original(trainer)()
         if private_names.combined_loader(trainer) is not before:
-            call()
+            for call in calls:
+                call()
 
     undo = private_names.set_up_data.replace(trainer, set_up_and_call)
-    if private_names.combined_loader(trainer) is not None:
+    for call in calls if private_names.combined_loader(trainer) is not None else ():
         call()
     return undo

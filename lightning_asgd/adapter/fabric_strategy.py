@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -34,8 +33,6 @@ from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 
 __all__ = ["FabricASGDStrategy"]
-
-log = logging.getLogger(__name__)
 
 
 class _FabricShell(Shell):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -52,8 +51,6 @@ from lightning_asgd.worker.synchronizer import Held, Skipped, run
 from lightning_asgd.worker.trained_units import TrainedUnits
 
 __all__ = ["FitSession"]
-
-log = logging.getLogger(__name__)
 
 
 class FitSession(Participation):
@@ -113,7 +110,7 @@ class FitSession(Participation):
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
-            when_data_are_set_up(trainer, self._on_data),
+            when_data_are_set_up(trainer, self._choice.on_data, self._caches.on_data),
             self._caches.close,
         ]
 
@@ -131,10 +128,6 @@ class FitSession(Participation):
     def _first_progress(self) -> dict[str, Any] | None:
         progress = progress_in(self._trainer)
         return None if progress is None else {**progress, "data": self._resume.data}
-
-    def _on_data(self) -> None:
-        self._choice.on_data()
-        self._caches.on_data()
 
     def begin(self) -> None:
         """Start from the progress of the others. The optimizers exist by now."""
@@ -186,7 +179,7 @@ class FitSession(Participation):
 
     def close(self) -> None:
         """Restore the Trainer and free the buffers."""
-        for undo in self._undo:
+        for undo in (*self._undo, self._passed.unmute):
             undo()
         super().close()
 
@@ -207,11 +200,13 @@ class FitSession(Participation):
 
     def note_fetched(self) -> None:
         """A batch has been fetched, and no other callback has been called for it."""
+        self._passed.mute()
         self._fetched = time.perf_counter()
 
     def before_batch(self, batch: Any) -> None:
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
         callbacks_s = max(0.0, time.perf_counter() - self._fetched)
+        self._passed.unmute()
         self._membership.check_session()
         if self._run is not None:
             self._run.follow_chief()
@@ -274,7 +269,7 @@ class FitSession(Participation):
             self._count_own_step(None)
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
-        self._passed.write(outputs, batch)
+        self._passed.write(self.data.counts.stepped, outputs, batch)
         if self._requeueing.came:
             self._requeueing.handle()
         self._changes.note(self.synchronizer)
@@ -306,11 +301,12 @@ class FitSession(Participation):
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = met.place or mine
         batches = self.data.count(together.step, together.batches)
-        self._passed.write_at_sync_point(self._collectives)
+        self._passed.write_at_sync_point(self.data.counts.stepped, self._collectives)
         return replace(together, batches=batches)
 
     def end_batch(self) -> None:
-        """Nothing: workers decide together at sync points only."""
+        """Let Lightning log again: workers decide together at sync points only."""
+        self._passed.unmute()
 
     def on_epoch_begin(self) -> None:
         """An epoch begins."""
@@ -446,5 +442,6 @@ class FitSession(Participation):
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers, left)
         if "loops" in left:
             self.data.save(entry, self.last.held if self.last else self._held, final=self.last is not None)
+            self._passed.complete(checkpoint["loops"]["fit_loop"])
             self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

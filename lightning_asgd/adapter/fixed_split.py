@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.adapter.class_trees import apply_to_collection, tree_of
-from lightning_asgd.adapter.loop_counters import count_batches, count_steps
+from lightning_asgd.adapter.loop_counters import StepCounts, count_batches, is_automatic
 from lightning_asgd.adapter.private_names import batch_in_epoch, training_loaders
 from lightning_asgd.loop.fleet import Fleet
 from lightning_asgd.worker.synchronizer import Synchronizer
@@ -56,6 +56,7 @@ class FixedSplit:
     def __init__(self, trainer: Any, membership: Fleet) -> None:
         self._trainer = trainer
         self._membership = membership
+        self.counts = StepCounts(trainer)
         self._told = False  # why it is used
         self._digest: bytes | None = None  # of the first batch
         self._compared = False
@@ -125,7 +126,8 @@ class FixedSplit:
 
     def count(self, step: int, batches: int) -> int:
         """Count at least as many optimizer steps as others have; return the batches that all have counted now."""
-        count_steps(self._trainer, step)
+        more = step - self.counts.step if is_automatic(self._trainer) else max(0, batches - self.batches)
+        self.counts.raise_to(step, self.counts.stepped + more)
         return batches
 
     def end_epoch(self, batches: int) -> None:
@@ -142,6 +144,7 @@ class FixedSplit:
 
     def before_next(self) -> None:
         """Lightning's counters are right."""
+        self.counts.take()
 
     def leave(self, acknowledged: int, *, halt: bool) -> bool:
         """Whether the others have trained and pushed all is not known."""

@@ -26,9 +26,9 @@ from lightning_asgd.adapter.data_mode import accumulation, workers_of
 from lightning_asgd.adapter.loop_counters import (
     NEVER,
     BatchSchedules,
+    StepCounts,
     count_batches,
-    count_steps,
-    set_global_step,
+    is_automatic,
     show_expected,
     sync_intervals,
     tell_last,
@@ -98,8 +98,7 @@ class LeasedLoop(Live):
         self._uniform = True  # whether all count alike
         self._validates: frozenset[int] = frozenset()  # sync intervals that end with a validation
         self._cut = False  # whether max_steps ends it before its data does
-        self._own = (0, 0)  # batches and optimizer steps of this worker
-        self._global_step = 0
+        self.counts = StepCounts(trainer)
         self._idle = True  # whether none of its batches has begun
         self._ended = True  # whether the latest batch is finished
         self._interval_done = False  # whether all have trained the sync interval, and this worker knows
@@ -153,7 +152,7 @@ class LeasedLoop(Live):
         self._accumulate, self._uniform = self._membership.of_first_worker(own), True
         accumulate = self._per_step(self._accumulate, units)
         position = batch_in_epoch(trainer) if resumes_epoch(trainer) else 0  # of a file from within an epoch
-        self._global_step = trainer.global_step
+        self.counts.begin_epoch()
         resumed, self._resumed = self._resumed, {}
         resumes = (resumed.get("epoch"), resumed.get("order")) == (number, order)
         workers = resumed.get("workers", self.workers) if resumes else self.workers  # when it was written
@@ -161,10 +160,10 @@ class LeasedLoop(Live):
         position -= fewer
         self._schedules.stepped = position if position < self._batches else 0
         # The worker that wrote it may not have counted all steps that its batches stand for.
-        counted = self._global_step - self._schedules.stepped // self._accumulate
+        counted = self.counts.step - self._schedules.stepped // self._accumulate
         known = resumes and "steps_before" in resumed
         self._steps_before = resumed["steps_before"] + fewer / self._accumulate if known else counted
-        self._own, self._idle, self._given = (0, 0), True, own
+        self._idle, self._given = True, own
         self._interval_done = self._epoch_done = self._stopped = self._told_last = False
         ends, self._validates = self._sync_intervals(units, accumulate)
         units, step = ends[-1], self._batch * accumulate
@@ -199,6 +198,8 @@ class LeasedLoop(Live):
     def before_batch(self, batch: Any) -> None:
         """A batch has been fetched: keep Lightning from ending the epoch by its own count."""
         trainer, leases = self.trainer, self.leases
+        if self.counts.begin_batch():
+            self._steps_before = self.counts.stepped - self._schedules.stepped
         self._idle = self._interval_done = self._epoch_done = self._stopped = self._ended = self._begins = False
         self._trained, self._counted = None, 0
         private_names.keep_fetching(trainer)
@@ -229,7 +230,7 @@ class LeasedLoop(Live):
             leases.accumulate(self._per_step(self._given, leases.plan.epoch.units))
         steps = leases.closes and trainer.accumulate_grad_batches != NEVER
         self._missing_batches = -batch_in_epoch(trainer) % trainer.accumulate_grad_batches if steps else 0
-        manual = not trainer.lightning_module.automatic_optimization  # it may take a last step, or step a schedule
+        manual = not is_automatic(trainer)  # it may take a last step, or step a schedule
         last = not (self._told_last or self._cut) and leases.ends(waits=manual)  # told once: more may come all the same
         self._told_last |= last
         last_batch_flag.set(trainer, self._missing_batches > 0 or last)
@@ -269,8 +270,8 @@ class LeasedLoop(Live):
             batch_in_epoch.shift(trainer, self._missing_batches)
             expected_batches.set(trainer, expected_batches(trainer) + self._missing_batches)
             self._missing_batches = 0
-        self._own = self._own[0] + 1, self._own[1] + trainer.global_step - self._global_step
-        self._set_global_step(self._next_step())
+        self.counts.end_batch()
+        self.counts.set(self._next_stepped(), ends=self._epoch_done)
         if not self._interval_done or leases.halted:
             return
         self._trained = leases.reached
@@ -322,16 +323,19 @@ class LeasedLoop(Live):
             self._trained = sum(last - first for first, last in self.leases.done())
             self._epoch_done = self._over if self.leases.exhausted else self._trained == epoch.units and not self._cut
         self._counted = 0 if known else batches
-        if self.trainer.lightning_module.automatic_optimization and self._uniform:  # else each worker has its own count
-            step = self._next_step() if known else max(step, self._next_step())
+        stepped = self._next_stepped()
+        if is_automatic(self.trainer):
+            if self._uniform:  # else each worker has its own count
+                step = stepped if known else max(step, stepped)
+            stepped = step
         self._step_schedules(batches)
-        count_steps(self.trainer, step)
-        self._global_step = step
+        self.counts.raise_to(step, stepped)
         return self._position
 
     def end_epoch(self, batches: int) -> None:
         """Set Lightning's counts to the joint ones, and restore its own settings until the next epoch."""
-        count_batches(self.trainer, batches)
+        skipped = not self._ended  # the latest batch, of which Lightning counts that it has begun
+        count_batches(self.trainer, batches + skipped)
         self.nominal = None
         if self._idle:
             return
@@ -422,29 +426,22 @@ class LeasedLoop(Live):
         position = max(least, self._position) if self._interval_done else min(self._position, self._batches - 1)
         self._schedules.advance_to(position, self._accumulate, self._batches, self._steps_before)
 
-    def _next_step(self) -> int:
-        """The value of ``global_step`` after a batch."""
-        if self.trainer.lightning_module.automatic_optimization:
-            per_batch = 1 / self._accumulate
-        else:  # only the module knows how many it takes
-            per_batch = self._own[1] / self._own[0]
+    def _next_stepped(self) -> int:
+        """The number of batches that have stepped, after a batch."""
         whole = math.ceil if self._epoch_done else math.floor
-        target = whole(self._steps_before + self._position * per_batch + 1e-6 * (-1 if self._epoch_done else 1))
+        position = self._position / self._accumulate
+        target = whole(self._steps_before + position + 1e-6 * (-1 if self._epoch_done else 1))
         if self._interval_done:
             return target
         end = round(self.leases.plan.epoch.ends[self.leases.segment] / self._batch / self.workers)
-        unit = max(1, round(per_batch))  # hooks see no number between the steps of one batch
-        target = min(target, math.floor(self._steps_before + end * per_batch + 1e-6) - unit)
+        target = min(target, math.floor(self._steps_before + end / self._accumulate + 1e-6) - 1)
         # Estimates fluctuate; a worker as fast as the others should see every step.
-        meanwhile = per_batch * (self.leases.plan.batch or 1) / self._batch / (self.workers * self.leases.share)
-        return self._global_step + max(0, min(target - self._global_step, unit * math.ceil(meanwhile / unit)))
+        meanwhile = (self.leases.plan.batch or 1) / self._batch / self._accumulate / self.workers / self.leases.share
+        return self.counts.stepped + max(0, min(target - self.counts.stepped, math.ceil(meanwhile)))
 
     def _catch_up(self) -> None:
         """Count the steps that the others have made in an epoch during which this worker joins."""
         self._step_schedules()
-        if self.trainer.lightning_module.automatic_optimization:  # else only the module knows how many, after a batch
-            self._set_global_step(max(self._global_step, int(self._steps_before) + self._position // self._accumulate))
-
-    def _set_global_step(self, step: int) -> None:
-        set_global_step(self.trainer, step, self._global_step)
-        self._global_step = step
+        if is_automatic(self.trainer):  # else only the module knows how many, after a batch
+            steps = int(self._steps_before) + self._position // self._accumulate
+            self.counts.set(max(self.counts.stepped, steps), ends=False)

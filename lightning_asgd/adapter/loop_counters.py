@@ -1,4 +1,8 @@
-"""Lightning's counters and schedules, as they would be if all workers were equally fast."""
+"""Lightning's counters and schedules, as they would be if all workers were equally fast.
+
+There are two counts of steps. ``global_step`` counts optimizer steps. Loggers count *stepped* batches, those after
+which an optimizer has stepped: with manual optimization a batch may take any number of steps.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from lightning_asgd.adapter.private_names import (
     latest_batch,
     log_row,
     logged_step,
+    loop_states,
     manual_steps,
     rate_monitor,
     rich_bar,
@@ -35,9 +40,9 @@ __all__ = [
     "NEVER",
     "BatchSchedules",
     "PassedSteps",
+    "StepCounts",
     "count_batches",
-    "count_steps",
-    "set_global_step",
+    "is_automatic",
     "show_expected",
     "steps_of_fit",
     "sync_intervals",
@@ -52,11 +57,14 @@ _UNKNOWN = 1 << 31  # batches: more are no estimate, but the numbers of shards o
 _MOST_MARKS = 1 << 14
 
 
-def count_steps(trainer: Any, step: int) -> None:
-    """Set the number of optimizer steps that Lightning and its loggers have counted."""
-    by = step - trainer.global_step
-    (automatic_steps if trainer.lightning_module.automatic_optimization else manual_steps).shift(trainer, by)
-    logged_step.set(trainer, logged_step(trainer) + by)
+def is_automatic(trainer: Any) -> bool:
+    """Whether Lightning takes the optimizer steps, one after each batch or after several."""
+    return bool(trainer.lightning_module.automatic_optimization)
+
+
+def set_steps(trainer: Any, step: int) -> None:
+    """Set ``trainer.global_step``."""
+    (automatic_steps if is_automatic(trainer) else manual_steps).shift(trainer, step - trainer.global_step)
 
 
 def count_batches(trainer: Any, batches: int) -> None:
@@ -129,6 +137,60 @@ def sync_intervals(
     return tuple(min(units, end * step) for end in ends), validates
 
 
+class StepCounts:
+    """Both counts of one worker, of which the first follows from the second.
+
+    Attributes:
+        step: optimizer steps.
+        stepped: batches that have stepped.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.step = self.stepped = 0
+        self._first = (0, 0)  # both before the epoch's first batch
+        self._own = (0, 0)  # batches and optimizer steps of this worker in the epoch
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+        self.step = self.stepped = self._trainer.global_step
+        self._own = (0, 0)
+
+    def begin_batch(self) -> bool:
+        """A batch begins. Returns whether it is an epoch's first, and its module takes the steps."""
+        if is_automatic(self._trainer) or self._own[0]:
+            return False
+        self.stepped = logged_step(self._trainer)
+        self._first = self.step, self.stepped
+        return True
+
+    def end_batch(self) -> None:
+        """A batch has been trained, and Lightning has counted its steps."""
+        self._own = self._own[0] + 1, self._own[1] + self._trainer.global_step - self.step
+
+    def set(self, stepped: int, *, ends: bool) -> None:
+        """Set Lightning's counts, before it counts that the present batch has stepped. ``ends``: it ends the epoch."""
+        if is_automatic(self._trainer):
+            self.step = stepped
+        else:  # only the module knows how many a batch takes
+            taken = (stepped - self._first[1]) * self._own[1] / max(1, self._own[0])
+            self.step = max(self.step, self._first[0] + (math.ceil(taken - 1e-6) if ends else math.floor(taken + 1e-6)))
+        set_steps(self._trainer, self.step)
+        logged_step.set(self._trainer, max(0, stepped - 1))
+        self.stepped = stepped
+
+    def take(self) -> None:
+        """Take Lightning's counts, after a batch."""
+        self.step = self._trainer.global_step
+        self.stepped = self.step if is_automatic(self._trainer) else logged_step(self._trainer) + 1
+
+    def raise_to(self, step: int, stepped: int) -> None:
+        """Count as many as all have agreed on."""
+        set_steps(self._trainer, step)
+        logged_step.set(self._trainer, logged_step(self._trainer) + stepped - self.stepped)
+        self.step, self.stepped = step, stepped
+
+
 class BatchSchedules:
     """The learning-rate schedules of a fit that step with batches, which Lightning must not step by its own count.
 
@@ -181,25 +243,16 @@ class BatchSchedules:
         """Step one, with ``global_step`` as it is after this optimizer step: a module's own hook may read it."""
         trainer = self._trainer
         before = trainer.global_step
-        count_steps(trainer, max(before, step))
+        set_steps(trainer, max(before, step))
         try:
             trainer.lightning_module.lr_scheduler_step(scheduler, None)
         finally:
-            count_steps(trainer, before)
+            set_steps(trainer, before)
 
     def restore(self) -> None:
         """Let Lightning step them again."""
         for config in private_names.schedules(self._trainer):
             config.frequency = self._frequencies.get(id(config), config.frequency)
-
-
-def set_global_step(trainer: Any, step: int, before: int) -> None:
-    """Set ``trainer.global_step``, which was ``before``, and the loggers' step."""
-    count_steps(trainer, step)
-    # Lightning logs if one more than this is a multiple of log_every_n_steps, and then adds one. A fast worker stays at
-    # one step for several batches and must log once; if every step is logged it logs this one again.
-    again = step == before and trainer.log_every_n_steps > 1 and step % trainer.log_every_n_steps == 0
-    logged_step.set(trainer, step if again else max(0, step - 1))
 
 
 def steps_of_fit(trainer: Any, config: ExchangeConfig) -> float:
@@ -217,59 +270,93 @@ class PassedSteps:
     """Steps that a worker's count passes in a fit, since others take them: the chief writes what is due there.
 
     Lightning's checkpoint callbacks, loggers and ``LearningRateMonitor`` act at multiples of their own numbers. A slow
-    worker's count advances in leaps, and any worker's may where an epoch ends. ``writes``: whether this worker does.
+    worker's count advances in leaps, and any worker's may where an epoch ends. A fast worker's stays for several
+    batches, of which only the first is logged. ``writes``: whether this worker writes.
     """
 
     def __init__(self, trainer: Any, writes: Callable[[], bool]) -> None:
         self._trainer, self._writes = trainer, writes
-        self._shown = self._own = 0  # the number of steps that hooks have seen, and those of the latest batch
+        self._step, self._stepped = 0, -1  # what hooks have seen; less than 0 while it is not known
+        self._own = False  # whether the latest batch has stepped
+        self._behind = (0, 0)  # by how much both are too small, while something is written
+        self._stays, self._every = False, NEVER  # whether they have not changed; the Trainer's steps between two rows
 
     def begin(self) -> None:
         """An epoch begins."""
-        self._shown = self._trainer.global_step
+        self._step = self._trainer.global_step
+        self._stepped, self._stays = (self._step if is_automatic(self._trainer) else -1), False
 
     def note_own(self) -> None:
         """A batch has been trained, and Lightning has counted its steps."""
-        self._own = self._trainer.global_step - self._shown
+        if self._stepped < 0:
+            self._stepped = logged_step(self._trainer)
+        self._own = not is_automatic(self._trainer) or self._trainer.global_step > self._step
 
-    def write(self, outputs: Any, batch: Any) -> None:
+    def write(self, stepped: int, outputs: Any, batch: Any) -> None:
         """Write what is due, before hooks see the latest number after that batch: rows are in the order of steps."""
-        self._write(outputs, batch, shows=True)
+        self._stays = self._own and stepped == self._stepped
+        self._write(stepped, outputs, batch, shows=True)
+        self.mute()
 
-    def write_at_sync_point(self, collectives: Collectives) -> None:
+    def write_at_sync_point(self, stepped: int, collectives: Collectives) -> None:
         """Write what is due at steps that others have taken. No hook sees the latest number."""
         phase, collectives.phase = collectives.phase, Phase.OFFLINE  # the others may have nothing to write
         try:
-            self._write(None, None, shows=False)
+            self._write(stepped, None, None, shows=False)
         finally:
             collectives.phase = phase
 
-    def _write(self, *trained: Any, shows: bool) -> None:
-        trainer, before, stride = self._trainer, self._shown, max(1, self._own)
-        now = self._shown = trainer.global_step
-        passed = range(before + stride, now + 1, stride)
+    def mute(self) -> None:
+        """Keep Lightning from logging a step again, until :meth:`unmute`: around hooks of a batch."""
+        if self._stays and self._trainer.log_every_n_steps != NEVER:
+            self._every, self._trainer.log_every_n_steps = self._trainer.log_every_n_steps, NEVER
+
+    def unmute(self) -> None:
+        """Have it log again."""
+        if self._trainer.log_every_n_steps == NEVER:
+            self._trainer.log_every_n_steps = self._every
+
+    def _write(self, now: int, *trained: Any, shows: bool) -> None:
+        trainer, before, first, last = self._trainer, self._stepped, self._step, self._trainer.global_step
+        if before < 0:  # no batch of this worker: it has counted no steps of others
+            return
+        self._stepped, self._step = now, last
+        passed = range(before + 1, now + 1)
         if not passed or (passed[0] == now and shows and self._own) or not self._writes():
             return
         logged = logged_step(trainer)
         try:
-            for step in passed:
-                count_steps(trainer, step)
-                logged_step.set(trainer, step - 1)
-                unseen = step < now or not shows
-                self._act(trained, saves=unseen, logs=unseen or not self._own, rates=step > before + 1 or not shows)
+            for each in passed:
+                step = last - (now - each) * (last - first) // (now - before)
+                self._behind = last - step, now - each
+                set_steps(trainer, step)
+                logged_step.set(trainer, each - 1)
+                unseen = each < now or not shows
+                self._act(trained, saves=unseen, logs=unseen or not self._own, rates=each > before + 1 or not shows)
         finally:
-            count_steps(trainer, now)
+            self._behind = 0, 0
+            set_steps(trainer, last)
+            logged_step.set(trainer, logged)
+
+    def complete(self, loops: dict[str, Any]) -> None:
+        """Have a checkpoint that is written meanwhile count all steps that its weights have taken."""
+        trainer, step, logged = self._trainer, self._trainer.global_step, logged_step(self._trainer)
+        if any(self._behind):
+            set_steps(trainer, step + self._behind[0])
+            logged_step.set(trainer, logged + self._behind[1])
+            loops.update(loop_states(trainer)()["fit_loop"])
+            set_steps(trainer, step)
             logged_step.set(trainer, logged)
 
     def _act(self, trained: tuple[Any, Any], *, saves: bool, logs: bool, rates: bool) -> None:
         """Have Lightning's callbacks and loggers act at a step: ``logs`` its metrics, ``rates`` its learning rates."""
         trainer, (outputs, batch) = self._trainer, trained
-        about, step, number = (trainer, trainer.lightning_module), trainer.global_step, latest_batch(trainer)
+        about, number = (trainer, trainer.lightning_module), latest_batch(trainer)
         for callback in trainer.checkpoint_callbacks if saves else ():
             every = steps_between_checkpoints.of(callback)
-            if every and step % every == 0:
+            if every and trainer.global_step % every == 0:
                 callback.on_train_batch_end(*about, outputs, batch, number)
-        if not trainer.loggers or step % max(1, trainer.log_every_n_steps):
+        if not trainer.loggers or (1 + logged_step(trainer)) % max(1, trainer.log_every_n_steps):
             return
         for callback in trainer.callbacks if rates else ():
             if is_a(callback, rate_monitor):

@@ -207,7 +207,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             self._heard.look(self.keys[0], now)
         elif not self.entry.serves:
             self._look_for_votes(now)
-            if not self.entry.ready and self._have_started():
+            if not self.entry.ready and all(self._rendezvous.peek_server(key).get("address") for key in self.keys):
                 self._host.be_ready()
         with self._lock:
             heard, left = self._heard.at, self._heard.left
@@ -287,9 +287,6 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             match self._rendezvous.peek(vote_of(worker), list):
                 case [int(term), int(number)]:
                     self._host.note_vote(worker, term, number, now)
-
-    def _have_started(self) -> bool:
-        return all(self._rendezvous.peek_server(key).get("address") for key in self.keys)
 
     def _do(self, action: Action) -> None:
         entry = self.entry

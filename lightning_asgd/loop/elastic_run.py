@@ -86,17 +86,12 @@ class ElasticFleet(Fleet):
                 f"kind of loop on all workers of a run. Train with {theirs} here too, or join another run."
             )
 
-    def _note_entry(self) -> None:
-        """Note where the run was when this worker joined, unless it brings the first weights."""
-        attached = self.attachment
-        if not attached.bootstraps:
-            self.entry = EntryPoint(self.session, layout=attached.layout, progress=attached.progress)
-
     def join(self) -> None:
         """Attach the worker; wait while the bootstrap worker provides the first weights."""
         self._heard = heard = self._arrive()
         self._check_loop()
-        self._note_entry()
+        if not (attached := self.attachment).bootstraps:
+            self.entry = EntryPoint(self.session, layout=attached.layout, progress=attached.progress)
         self._shell.speak_as(self.rank)
         worker = self.client.connection.worker
         self.board.living, self.board.places = (worker,), {worker: (socket.gethostname(), str(self._shell.device))}

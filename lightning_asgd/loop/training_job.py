@@ -209,11 +209,9 @@ class TrainingJob:
             self._start_servers(rendezvous, several=several, gone={} if hosts is None else hosts.lost)
         elif 0 < node < self.server_machines and place.local_rank == 0:
             own = job_address.own_rendezvous(kind, here, rank, self.address, leads=True)
-            self._run_share(NodeServers(node, own, self.interface), self.address, hosts)
-
-    def _run_share(self, servers: NodeServers, first: tuple[str, int], hosts: ServerHosts | None) -> None:
-        """Run servers on this node, as ordered where worker 0 hosts them; they end if another worker hosts them."""
-        placed_servers.run_share(servers, self.transport, lambda: first if hosts is None else hosts.address)
+            servers, first = NodeServers(node, own, self.interface), self.address
+            # As ordered where worker 0 hosts them; they end if another worker hosts them.
+            placed_servers.run_share(servers, self.transport, lambda: first if hosts is None else hosts.address)
 
     def _start_servers(
         self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False

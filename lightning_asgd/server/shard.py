@@ -305,7 +305,7 @@ class Shard:
             weight=self._counted.weight(self.table.batches.get(message.worker, 0.0)),
             version=self.version,
         )
-        gatherer = self._gatherer
+        gatherer = next((t for t in algorithm.transforms if t.gathers), None)
         weighs = scale = self._weigh(gatherer, message) if gatherer else 1.0
         for transform in algorithm.transforms:
             weight = transform.weigh(push)
@@ -335,10 +335,6 @@ class Shard:
         else:
             self._count_up()
         asked.filled = copy_back
-
-    @property
-    def _gatherer(self) -> Transform | None:
-        return next((t for t in self.algorithm.transforms if t.gathers), None)
 
     def _weigh(self, gatherer: Transform, message: Exchange) -> float:
         """The weight of a push among those that are aggregated; the first one's is 1."""

@@ -284,10 +284,7 @@ class _Relay:
             if len(self._callers) >= _MOST_CALLERS:
                 self._drop(next(iter(self._callers)))
             self._callers[caller] = None
-            self._watch(sock, selectors.EVENT_READ, partial(self._hear_from, caller))
-
-    def _hear_from(self, caller: _Caller, _: int) -> None:
-        self._hear(caller)
+            self._watch(sock, selectors.EVENT_READ, partial(self._hear, caller))
 
     def _look_after_callers(self) -> None:
         now = time.monotonic()
@@ -307,7 +304,7 @@ class _Relay:
         self._close(caller.ahead)
         self._callers.pop(caller, None)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _hear(self, caller: _Caller, _: int) -> None:
         try:
             caller.said += (said := caller.sock.recv(_SIGNATURE + _NAME - len(caller.said)))
         except BlockingIOError:
