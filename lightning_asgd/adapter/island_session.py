@@ -70,6 +70,7 @@ class IslandSession(FitSession):
 
         Raises a ``RuntimeError`` unless all have taken as many steps.
         """
+        super().end_batch()
         steps = self.synchronizer.stats.steps
         trainer, wishes = self._trainer, self._trainer.should_stop or self._stops_later
         stops, ends = self._group.end_batch(wishes, self.sigterm.came, steps)
