@@ -264,12 +264,12 @@ class FitSession(Participation):
 
     def after_batch(self, outputs: Any, batch: Any) -> None:
         """Decide what follows a training batch."""
-        self._passed.note_own()
+        self._passed.note(self.data.counts)
         if not self._module.automatic_optimization and self._unseen.found(self.synchronizer):
             self._count_own_step(None)
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
-        self._passed.write(self.data.counts.stepped, outputs, batch)
+        self._passed.write(self.data.counts, outputs, batch)
         if self._requeueing.came:
             self._requeueing.handle()
         self._changes.note(self.synchronizer)
@@ -300,8 +300,9 @@ class FitSession(Participation):
         mine = replace(mine, batches=self.data.batches)
         met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
         together = met.place or mine
+        self._passed.note(self.data.counts)
         batches = self.data.count(together.step, together.batches)
-        self._passed.write_at_sync_point(self.data.counts.stepped, self._collectives)
+        self._passed.write_at_sync_point(self.data.counts, self._collectives)
         return replace(together, batches=batches)
 
     def end_batch(self) -> None:
@@ -313,7 +314,6 @@ class FitSession(Participation):
         self._watch_optimizers()
         if not self.in_search:
             self.take_set_weights()
-        self._passed.begin()
         self.data.begin_epoch()
 
     def any_stops(self, should_stop: bool) -> bool:
@@ -442,6 +442,6 @@ class FitSession(Participation):
         entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers, left)
         if "loops" in left:
             self.data.save(entry, self.last.held if self.last else self._held, final=self.last is not None)
-            self._passed.complete(checkpoint["loops"]["fit_loop"])
+            self._passed.count_all_in(checkpoint["loops"]["fit_loop"])
             self.data.to_ddp_counters(checkpoint["loops"]["fit_loop"])
         checkpoint[KEY] = entry

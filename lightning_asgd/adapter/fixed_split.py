@@ -86,6 +86,7 @@ class FixedSplit:
 
     def before_batch(self, batch: Any) -> None:
         """A batch has been fetched: note the first."""
+        self.counts.begin_batch()
         if self._digest is None and self._undealt:
             try:
                 self._digest = _digest(batch)
@@ -138,6 +139,7 @@ class FixedSplit:
 
     def begin_epoch(self) -> None:
         """Lightning opens its own data."""
+        self.counts.begin_epoch()
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
         """Lightning knows whether there is another batch."""

@@ -334,7 +334,7 @@ class LeasedLoop(Live):
 
     def end_epoch(self, batches: int) -> None:
         """Set Lightning's counts to the joint ones, and restore its own settings until the next epoch."""
-        skipped = not self._ended  # the latest batch, of which Lightning counts that it has begun
+        skipped, self._ended = not self._ended, True  # the latest batch, of which Lightning counts that it has begun
         count_batches(self.trainer, batches + skipped)
         self.nominal = None
         if self._idle:

@@ -153,7 +153,8 @@ class StepCounts:
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
-        self.step = self.stepped = self._trainer.global_step
+        self.step = self._trainer.global_step
+        self.stepped = self.step if is_automatic(self._trainer) else logged_step(self._trainer)
         self._own = (0, 0)
 
     def begin_batch(self) -> bool:
@@ -276,33 +277,28 @@ class PassedSteps:
 
     def __init__(self, trainer: Any, writes: Callable[[], bool]) -> None:
         self._trainer, self._writes = trainer, writes
-        self._step, self._stepped = 0, -1  # what hooks have seen; less than 0 while it is not known
+        self._step = self._stepped = 0  # both counts that hooks have seen
         self._own = False  # whether the latest batch has stepped
         self._behind = (0, 0)  # by how much both are too small, while something is written
         self._stays, self._every = False, NEVER  # whether they have not changed; the Trainer's steps between two rows
 
-    def begin(self) -> None:
-        """An epoch begins."""
-        self._step = self._trainer.global_step
-        self._stepped, self._stays = (self._step if is_automatic(self._trainer) else -1), False
-
-    def note_own(self) -> None:
-        """A batch has been trained, and Lightning has counted its steps."""
-        if self._stepped < 0:
-            self._stepped = logged_step(self._trainer)
+    def note(self, counts: StepCounts) -> None:
+        """Note what hooks have seen, before these counts are set. Lightning has counted the steps of a batch."""
+        self._step, self._stepped = counts.step, counts.stepped
         self._own = not is_automatic(self._trainer) or self._trainer.global_step > self._step
 
-    def write(self, stepped: int, outputs: Any, batch: Any) -> None:
+    def write(self, counts: StepCounts, outputs: Any, batch: Any) -> None:
         """Write what is due, before hooks see the latest number after that batch: rows are in the order of steps."""
-        self._stays = self._own and stepped == self._stepped
-        self._write(stepped, outputs, batch, shows=True)
+        self._stays = self._own and counts.stepped == self._stepped
+        self._write(counts.stepped, outputs, batch, shows=True)
         self.mute()
 
-    def write_at_sync_point(self, stepped: int, collectives: Collectives) -> None:
+    def write_at_sync_point(self, counts: StepCounts, collectives: Collectives) -> None:
         """Write what is due at steps that others have taken. No hook sees the latest number."""
+        self._stays &= counts.stepped == self._stepped
         phase, collectives.phase = collectives.phase, Phase.OFFLINE  # the others may have nothing to write
         try:
-            self._write(stepped, None, None, shows=False)
+            self._write(counts.stepped, None, None, shows=False)
         finally:
             collectives.phase = phase
 
@@ -318,9 +314,6 @@ class PassedSteps:
 
     def _write(self, now: int, *trained: Any, shows: bool) -> None:
         trainer, before, first, last = self._trainer, self._stepped, self._step, self._trainer.global_step
-        if before < 0:  # no batch of this worker: it has counted no steps of others
-            return
-        self._stepped, self._step = now, last
         passed = range(before + 1, now + 1)
         if not passed or (passed[0] == now and shows and self._own) or not self._writes():
             return
@@ -338,7 +331,7 @@ class PassedSteps:
             set_steps(trainer, last)
             logged_step.set(trainer, logged)
 
-    def complete(self, loops: dict[str, Any]) -> None:
+    def count_all_in(self, loops: dict[str, Any]) -> None:
         """Have a checkpoint that is written meanwhile count all steps that its weights have taken."""
         trainer, step, logged = self._trainer, self._trainer.global_step, logged_step(self._trainer)
         if any(self._behind):

@@ -1,4 +1,4 @@
-"""`lightning-asgd serve` as the first process of a container: SIGTERM comes to it alone, and ends its namespace."""
+"""A container stops: its first process, `lightning-asgd serve`, is the only one that receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ def test_the_first_process_of_a_container_ends_with_a_snapshot(
         assert (tmp_path / "server0.pt").stat().st_size > 0
     finally:
         outer.kill()
+        outer.wait()
         if worker is not None:
             worker.kill()
             worker.join()

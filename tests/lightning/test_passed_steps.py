@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from tests.helpers.holding import await_file
@@ -180,80 +182,88 @@ def test_the_chief_decides_which_file_is_the_best_where_ranks_log_values_of_thei
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == kept
 
 
-def test_a_file_of_an_epochs_last_step_resumes_with_the_next_epoch(tmp_path: Path) -> None:
+def fit_boring(folder: Path, hooks: type, epochs: int, every: int, **options: Any) -> None:
+    """Fit Lightning's own model for epochs of ten steps, with a file every few steps; ``hooks`` are the module's."""
     pl = importlib.import_module("pytorch_lightning")
     boring = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel
+    file = options.pop("ckpt_path", None)
+    settings = {"limit_train_batches": 10, "limit_val_batches": 0, "num_sanity_val_steps": 0, "logger": False}
+    data = options.pop("train_dataloaders", None)
+    pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ASGDStrategy(start_method="fork", monitor=False, data=options.pop("data", "leases")),
+        callbacks=[pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)],
+        max_epochs=epochs,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**settings, **options},
+    ).fit(type("Module", (hooks, boring), {})(), data, ckpt_path=file)
 
-    class Module(boring):  # type: ignore[misc, valid-type]
-        def on_fit_start(self) -> None:
+
+def test_a_file_of_an_epochs_last_step_resumes_with_the_next_epoch(tmp_path: Path) -> None:
+    class Hooks:
+        def on_fit_start(self: Any) -> None:
             self.validated: list[int] = []
 
-        def on_validation_end(self) -> None:
+        def on_validation_end(self: Any) -> None:
             self.validated.append(self.trainer.global_step)
 
-        def on_fit_end(self) -> None:
+        def on_fit_end(self: Any) -> None:
             begun = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
             (tmp_path / f"rank{self.global_rank}.json").write_text(json.dumps([begun, self.validated]))
 
-    def fit(epochs: int, **options: Any) -> None:
-        pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=ASGDStrategy(start_method="fork", monitor=False),
-            callbacks=[pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)],
-            logger=False,
-            max_epochs=epochs,
-            limit_train_batches=10,
-            limit_val_batches=1,
-            num_sanity_val_steps=0,
-            val_check_interval=7,
-            check_val_every_n_epoch=None,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Module(), **options)
-
-    fit(1)
-    fit(3, ckpt_path=str(tmp_path / "step=10.ckpt"))
+    about = {"limit_val_batches": 1, "val_check_interval": 7, "check_val_every_n_epoch": None}
+    fit_boring(tmp_path, Hooks, 1, 1, **about)
+    fit_boring(tmp_path, Hooks, 3, 1, **about, ckpt_path=str(tmp_path / "step=10.ckpt"))
     assert json.loads((tmp_path / "rank0.json").read_text()) == [30, [14, 21, 28]]
 
 
 def test_a_file_that_is_written_at_an_epochs_end_resumes_with_the_next_epoch(tmp_path: Path) -> None:
     """Step 8 of 10 falls due when worker 1 has trained the rest of the epoch."""
-    pl = importlib.import_module("pytorch_lightning")
-    boring = importlib.import_module("pytorch_lightning.demos.boring_classes").BoringModel
 
-    class Module(boring):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+    class Hooks:
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
             if self.global_rank == 0:
                 await_file(tmp_path / "trained", 10)
             elif batch_idx == 18:
                 (tmp_path / "trained").touch()
-            return super().training_step(batch, batch_idx)
+            return {"loss": self.step(batch)}
 
-        def on_train_epoch_end(self) -> None:
+        def on_train_epoch_end(self: Any) -> None:
             steps = self.trainer.global_step, self.trainer.lr_scheduler_configs[0].scheduler.last_epoch
             (tmp_path / f"rank{self.global_rank}.json").write_text(json.dumps(steps))
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self: Any) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def fit(epochs: int, **options: Any) -> None:
-        pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=ASGDStrategy(start_method="fork", monitor=False),
-            callbacks=[pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)],
-            logger=False,
-            max_epochs=epochs,
-            limit_train_batches=10,
-            limit_val_batches=0,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(Module(), **options)
-
-    fit(1)
+    fit_boring(tmp_path, Hooks, 1, 8)
     assert torch.load(tmp_path / "step=8.ckpt", weights_only=False)["global_step"] == 8
-    fit(2, ckpt_path=str(tmp_path / "step=8.ckpt"))
+    fit_boring(tmp_path, Hooks, 2, 8, ckpt_path=str(tmp_path / "step=8.ckpt"))
+    assert json.loads((tmp_path / "rank0.json").read_text()) == [20, 20]
+
+
+class Ten(IterableDataset):
+    """Ten batches for each rank, or none for rank 0."""
+
+    def __init__(self, *, leaves_out: bool) -> None:
+        self.leaves_out = leaves_out
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = torch.distributed.get_rank()
+        yield from torch.full((0 if self.leaves_out and rank == 0 else 10, 32), float(rank))
+
+
+def test_a_worker_without_batches_counts_the_steps_of_the_others_once(tmp_path: Path) -> None:
+    class Hooks:
+        def on_train_epoch_end(self: Any) -> None:
+            counts = self.trainer.global_step, self.trainer.fit_loop.epoch_loop._batches_that_stepped
+            (tmp_path / f"rank{self.global_rank}.json").write_text(json.dumps(counts))
+
+    about = {"data": "split", "limit_train_batches": 1.0}
+    fit_boring(tmp_path, Hooks, 1, 10, **about, train_dataloaders=DataLoader(Ten(leaves_out=False)))
+    file = str(tmp_path / "step=10.ckpt")
+    fit_boring(tmp_path, Hooks, 2, 10, **about, train_dataloaders=DataLoader(Ten(leaves_out=True)), ckpt_path=file)
     assert json.loads((tmp_path / "rank0.json").read_text()) == [20, 20]
