@@ -10,7 +10,16 @@ import uuid
 from collections.abc import Iterable
 from functools import partial
 
-__all__ = ["gone_among", "is_gone", "living_stat", "machine_and_pid", "pid_of", "this_network", "this_process"]
+__all__ = [
+    "for_users",
+    "gone_among",
+    "is_gone",
+    "living_stat",
+    "machine_and_pid",
+    "pid_of",
+    "this_network",
+    "this_process",
+]
 
 _DIGITS = 10  # of a process's number, at most
 
@@ -24,6 +33,12 @@ def pid_of(process: str) -> int:
     """The number in a process's name; 0 if there is none."""
     _, pid, *_ = [*process.split("/"), "", ""]
     return int(pid) if pid.isdecimal() and len(pid) <= _DIGITS else 0  # any worker may have sent it
+
+
+def for_users(process: str) -> str:
+    """A process as users know it."""
+    machine, pid, *_ = [*process.split("/"), "", ""]
+    return f"{pid} on {machine}"
 
 
 def is_gone(process: str) -> bool:

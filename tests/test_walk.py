@@ -258,6 +258,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watcher:
     def begin(self: TrainingJob, *args: Any, **kwargs: Any) -> None:
         self.launches, self.address = self.launches + 1, ("127.0.0.1", 1)
 
+    monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")  # as if torchrun had started this process, as one of two
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(rank_variables.OWNER_ENV, "{}")  # the fit writes its own

@@ -14,12 +14,12 @@ from typing import Any
 
 from lightning_asgd.adapter import pickled_program, private_names
 from lightning_asgd.adapter.class_trees import Extension, is_foreign
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.loop.job_address import Surroundings
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.processes import rank_variables, supervisor
 
-__all__ = ["ScriptLauncher", "surroundings_of"]
+__all__ = ["ScriptLauncher", "check_rank", "surroundings_of"]
 
 
 def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
@@ -34,6 +34,19 @@ def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
         node=environment.node_rank,
         foreign=is_foreign(environment),
         main=lambda: (str(environment.main_address), int(environment.main_port)),
+    )
+
+
+def check_rank(rank: int, devices: int, num_nodes: int) -> None:
+    """Raise a ``ConfigurationError`` for a process that is beyond the workers of a Trainer."""
+    if rank < devices * num_nodes:
+        return
+    found = rank_variables.listed()
+    raise ConfigurationError(
+        f"This process has rank {rank}, and the Trainer has {devices * num_nodes} worker(s), with devices={devices} "
+        f"and num_nodes={num_nodes}. Expected a worker for every process. Give every Trainer of a script the same "
+        "devices, or create Trainers with fewer devices on the first ranks only. "
+        f"{found and f'{found}: unset what is of another job.'}"
     )
 
 
@@ -59,30 +72,17 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             trainer.strategy.check_trainer(trainer)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        external = environment.creates_processes_externally
-        rank, world_size = environment.global_rank(), environment.world_size()
-        if rank >= world_size:
-            raise ConfigurationError(
-                f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices="
-                f"{self.num_processes} and num_nodes={self.num_nodes}. Expected a worker for every process. Give every "
-                f"Trainer of a script the same devices, or create Trainers with fewer devices on the first ranks only."
-            )
-        owns_rank = "LOCAL_RANK" not in rank_variables.set_by_others()  # else another launcher starts processes
-        if external and owns_rank and 0 < self._started < self.num_processes:
-            raise ConfigurationError(
-                f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} process(es), "
-                "the workers of all Trainers of the script. Expected no more devices than that. Give every "
-                "Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
-            )
+        place = surroundings_of(environment, self.num_nodes)
+        self._check(place)
         program = None
-        if not external and self.num_processes > 1:
+        if not place.external and self.num_processes > 1:
             if pickled_program.is_needed():
                 program = pickled_program.PickledTrainer(trainer, function, args, kwargs)
             else:
                 _check_script()
         try:
-            self.job.begin(surroundings_of(environment, self.num_nodes), self.tree.say, is_main=rank == 0)
-            if not external:
+            self.job.begin(place, self.tree.say, is_main=place.rank == 0)
+            if not place.external:
                 with contextlib.nullcontext() if program is None else program.as_script():
                     self._start_workers(environment.node_rank() * self.num_processes)
             self.tree.set_num_threads(num_processes=self.num_processes)
@@ -90,6 +90,34 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         finally:
             if program is not None:
                 program.remove()
+
+    def _check(self, place: Surroundings) -> None:
+        """Raise where the environment names other workers than the Trainer; say who starts them, if others do."""
+        check_rank(place.rank, self.num_processes, self.num_nodes)
+        if not place.external or place.world_size == 1:
+            return
+        given, found = rank_variables.set_by_others(), rank_variables.listed()
+        if not place.by_hand:
+            if "SLURM_NTASKS" in os.environ and "SLURM_STEP_ID" not in os.environ:
+                number = os.environ["SLURM_NTASKS"]
+                self.tree.say(
+                    f"SLURM_NTASKS={number} is set, and srun has not started this process. Use srun, or unset it."
+                )
+        elif "LOCAL_RANK" not in given:  # this script has started the workers
+            if 0 < self._started < self.num_processes:
+                raise ConfigurationError(
+                    f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} "
+                    "process(es), the workers of all Trainers of the script. Expected no more devices than that. Give "
+                    "every Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
+                )
+        elif place.by_hand and "MASTER_PORT" not in given:
+            raise LaunchError(
+                f"{found}, so Lightning starts no workers: it expects {place.world_size} processes, which another "
+                "program starts, and which meet at MASTER_PORT. That is not set. Unset these variables if this script "
+                "is to start the workers. Else set MASTER_ADDR and MASTER_PORT, the same for every process."
+            )
+        elif place.by_hand:
+            self.tree.say(f"{found}: this is worker {place.rank} of {place.world_size}, and others start the rest.")
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""

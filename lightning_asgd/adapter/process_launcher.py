@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.checkpointing import save_on_exception
 from lightning_asgd.adapter.class_trees import Extension, apply_to_collection
-from lightning_asgd.adapter.launchers import surroundings_of
+from lightning_asgd.adapter.launchers import check_rank, surroundings_of
 from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
 from lightning_asgd.loop.training_job import STOP_S, TrainingJob, has_connected
@@ -158,7 +158,9 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         """Start the servers and the workers, wait for the workers, return the chief's result."""
         self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
-        self.job.begin(surroundings_of(self.strategy.cluster_environment, 1), self.strategy.tree.say, is_main=True)
+        environment, devices = self.strategy.cluster_environment, self.strategy.num_processes
+        check_rank(environment.node_rank() * devices, devices, 1)
+        self.job.begin(surroundings_of(environment, 1), self.strategy.tree.say, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         supervisor.ensure_watch().remove_at_end(self._folder)
         if self.start_method == "forkserver":

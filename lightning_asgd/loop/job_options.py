@@ -97,7 +97,11 @@ class JobOptions:
         """Check what was given together with ``server=`` or ``run_id=``."""
         server = self.server
         if not server or not self.run_id:
-            raise ConfigurationError(f"server={server!r} and run_id={self.run_id!r}. Expected both, or neither.")
+            found = (server, self.run_id) == (os.environ.get(SERVER_ENV), os.environ.get(RUN_ENV))
+            names = (f"The environment has {SERVER_ENV}", RUN_ENV) if found else ("server", "run_id")
+            raise ConfigurationError(
+                f"{names[0]}={server!r} and {names[1]}={self.run_id!r}. Expected both, or neither."
+            )
         where = "`lightning-asgd serve --machines` divides the servers of an elastic run."
         self._check_one_machine(f"server={server!r}", where)
         self._check_run(f"server={server!r}")

@@ -351,7 +351,8 @@ class TrainingJob:
         if self.address is None:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         wait_s = timeout_s or self.start_timeout_s
-        return Rendezvous.connect(*self.address, wait_s, elsewhere=self.attaches, transport=self.transport)
+        hint = f"MASTER_ADDR and MASTER_PORT name it on every machine. {rank_variables.listed()}".rstrip(". ")
+        return Rendezvous.connect(*self.address, wait_s, hint, elsewhere=self.attaches, transport=self.transport)
 
     def _reach_host(self) -> Rendezvous:
         """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""

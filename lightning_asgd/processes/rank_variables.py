@@ -25,6 +25,7 @@ __all__ = [
     "detect",
     "keep_address",
     "launching",
+    "listed",
     "main_process",
     "note_main",
     "owning",
@@ -76,6 +77,12 @@ def set_by_others() -> set[str]:
     """The variables that a user or another launcher has set."""
     mine = _note().get("variables", {})
     return {name for name, value in _present().items() if mine.get(name) != value}
+
+
+def listed() -> str:
+    """What a user or another launcher has set, for errors: ``The environment has RANK=1``; empty if nothing."""
+    names = [name for name in _VARIABLES if name in set_by_others()] + [_GROUP_RANK] * (_GROUP_RANK in os.environ)
+    return f"The environment has {', '.join(f'{name}={os.environ[name]}' for name in names)}" if names else ""
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from lightning_asgd.server.pending_replies import Completion
 __all__ = ["CollectiveTable"]
 
 _MISSED_AT_MOST = 1000  # collectives whose results are kept for suspected workers
+_LATE_S = 30.0  # after which the logs name workers that have not joined
 
 
 @dataclass
@@ -64,6 +65,7 @@ class CollectiveTable:
     _last_seq: dict[int, int] = field(default_factory=dict)
     _forgotten: int = 0  # collectives that a predecessor has completed
     _completed: int = 0  # number of the latest that this one has
+    _late: set[int] = field(default_factory=set)  # workers whose absence was published
 
     @property
     def needed(self) -> int:
@@ -218,11 +220,14 @@ class CollectiveTable:
         """Suspect silent workers; fail the collectives whose time is up, and name the missing workers."""
         due = self._complete_all_ready() if self.members.suspect_silent(now) else []
         for seq, operation in list(self._operations.items()):
+            first = operation.first
+            missing = self.members.awaited - set(operation.contributions)
+            never = missing - self.members.joined
+            if never - self._late and now >= operation.deadline - first.timeout_s + _LATE_S:
+                self._late |= never
+                self.members.publish(f"{_workers(never).capitalize()} did not join within {_LATE_S:g} s. Others wait.")
             if now >= operation.deadline:
-                missing = self.members.awaited - set(operation.contributions)
-                never = missing - self.members.joined
-                first = operation.first
-                hint = f" {_workers(never)} never joined." if never else ""
+                hint = f" {_workers(never).capitalize()} never joined." if never else ""
                 error = CollectiveTimeoutError(
                     f"{first.kind} {first.name!r} (collective {seq} of session {self.members.session!r}) was not "
                     f"completed within {first.timeout_s:g} s: {_workers(missing)} did not call it.{hint} Expected all "

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_asgd.errors import LaunchError, ProtocolError, WorkerAwayError, WorkerLostError
+from lightning_asgd.process_name import for_users
 from lightning_asgd.protocol import Join, Policy, WorkerMetrics, next_chief
 from lightning_asgd.server.silence import SilenceDetector
 
@@ -169,7 +170,7 @@ class Membership:
         holder = self.processes.get(worker, process)
         if holder == process or session not in ("", self.session):
             return
-        newcomer, member = _named(process), _named(holder)
+        newcomer, member = for_users(process), for_users(holder)
         if process not in self.refused and len(self.refused) < _REFUSALS:
             self.refused.add(process)
             self.publish(
@@ -219,8 +220,8 @@ class Membership:
         self.incarnations[worker] = self.incarnations.get(worker, 0) + 1
         self._place(worker)
         self.metrics.pop(worker, None)
-        whose = f"process {_named(before)} as worker {worker}" if before else f"worker {worker}"
-        self.publish(f"Process {_named(process)} replaces {whose} ({why}).")
+        whose = f"process {for_users(before)} as worker {worker}" if before else f"worker {worker}"
+        self.publish(f"Process {for_users(process)} replaces {whose} ({why}).")
 
     def other_than(self, worker: int, process: str) -> bool:
         """Whether a worker is known to be another process than one whose name begins like this."""
@@ -440,9 +441,3 @@ class Membership:
 def _place(session: str) -> tuple[int, ...]:
     """Where a session is among those of its job, whose names end with numbers: see ``TrainingJob.session``."""
     return tuple(int(number) for number in session.split(".")[1:] if number.isdecimal())
-
-
-def _named(process: str) -> str:
-    """A process as users know it."""
-    machine, pid, *_ = [*process.split("/"), "", ""]
-    return f"{pid} on {machine}"

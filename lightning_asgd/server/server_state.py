@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.errors import ProtocolError, SnapshotError
-from lightning_asgd.protocol import Attach, Exchange, InitShard, Join, Joined, RankHeld, Status
+from lightning_asgd.process_name import for_users
+from lightning_asgd.protocol import Attach, Exchange, Failure, InitShard, Join, Joined, RankHeld, Status
 from lightning_asgd.server.epoch_history import Epochs
 from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.server.pending_replies import Completion, failure
 from lightning_asgd.server.run_registry import RunRegistry, goes_on_from
 from lightning_asgd.server.session_state import SessionState
 from lightning_asgd.server.shard import Shard
@@ -139,9 +140,17 @@ class ServerState:
 
     def enter(
         self, session: SessionState, message: Join, now: float, *, begun: bool
-    ) -> tuple[list[Completion], Joined | RankHeld]:
+    ) -> tuple[list[Completion], Joined | RankHeld | Failure]:
         """Let a worker join, or replace a process that has died or is silent, and answer it."""
         worker, process, members = message.worker, message.process, session.members
+        if message.world_size != members.world_size:
+            why = (
+                f"Worker {worker} (process {for_users(process)}) joins as one of {message.world_size} workers, and "
+                f"others as one of {members.world_size}. Expected the same devices and num_nodes on every machine."
+            )
+            # Where all others have joined this one is a stranger. Else it is missing, and they would wait for it.
+            due = session.collectives.abort(why) if members.expected - members.joined else []
+            return due, failure(ProtocolError(why))
         if message.replaces and members.can_replace(worker, process):
             due = [*session.replace(message, now), *self.epochs.forget(worker, now)]
             self.registry.exits = [exit for exit in self.registry.exits if exit[1] != worker]

@@ -208,7 +208,7 @@ class Service:
             self._admit_waiting()
         return self.state.registry.metadata.get(message.name)
 
-    def _join(self, message: Join) -> Joined | RankHeld:
+    def _join(self, message: Join) -> Joined | RankHeld | Failure:
         about = message.session, message.worker, message.protocol
         self.state.registry.check_can_join(*about, elastic=not message.world_size)
         begins = self.session is None or self.session.members.session != message.session

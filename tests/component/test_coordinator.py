@@ -242,7 +242,24 @@ def test_a_collective_that_expires_names_who_never_joined() -> None:
     c.join(1)
     c.contribute(say(0, timeout_s=10.0), 0.0)
     text = str(errors(c.expire(10.0))[0])
-    assert "workers 1, 2 did not call it. worker 2 never joined." in text
+    assert "workers 1, 2 did not call it. Worker 2 never joined." in text
+
+
+def test_all_are_told_once_who_has_not_joined() -> None:
+    c = CollectiveTable(Membership("7.1", 4))
+    c.join(0)
+    c.contribute(say(0, timeout_s=1800.0), 100.0)
+    c.expire(129.9)
+    assert c.members.events == []
+    c.expire(130.0)
+    c.expire(140.0)
+    assert c.members.events == ["Workers 1, 2, 3 did not join within 30 s. Others wait."]
+    for worker in (1, 2, 3):
+        c.join(worker, 150.0)
+        c.contribute(say(worker, timeout_s=1800.0), 150.0)
+    c.contribute(say(0, 2, timeout_s=1800.0), 160.0)
+    c.expire(300.0)
+    assert len(c.members.events) == 1
 
 
 def test_workers_who_left_are_not_missing() -> None:

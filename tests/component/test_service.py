@@ -369,6 +369,25 @@ def test_the_mean_is_over_the_living() -> None:
     assert summary(s)["living"] == [0, 1]
 
 
+def test_workers_that_disagree_about_their_number_all_learn_it_at_once() -> None:
+    s = Service()
+    s.handle(Join("s", 0, 2))
+    waits = s.handle(Contribution("s", 0, 1, "all_gather", "join", "a"))
+    refused = s.handle(Join("s", 1, 3))
+    error, text = failure(refused)
+    assert (error, failure(waits)[0]) == ("ProtocolError", "WorkerLostError")
+    assert "joins as one of 3 workers, and others as one of 2. Expected the same devices and num_nodes" in text
+    assert text in failure(waits)[1]
+    assert failure(s.handle(Contribution("s", 0, 2, "barrier", "x")))[0] == "WorkerLostError"
+
+
+def test_a_job_that_is_complete_goes_on_when_a_process_of_another_size_comes() -> None:
+    s = service()
+    assert failure(s.handle(Join("s", 1, 3)))[0] == "ProtocolError"
+    answers = [s.handle(Contribution("s", rank, 1, "all_gather", "x", rank)) for rank in range(2)]
+    assert [answer.wait() for answer in answers] == [{0: 0, 1: 1}] * 2
+
+
 def test_a_collective_is_answered_to_everybody() -> None:
     s = service()
     first = s.handle(Contribution("s", 0, 1, "all_gather", "x", "a"))

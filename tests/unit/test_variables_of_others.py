@@ -1,0 +1,90 @@
+"""A shell may hold variables of another job, which say that this process is one of its workers."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+from lightning_asgd import ASGDStrategy
+from lightning_asgd.adapter.class_trees import TREES
+from lightning_asgd.adapter.launchers import ScriptLauncher, surroundings_of
+from lightning_asgd.environment import RUN_ENV, SERVER_ENV
+from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.rank_variables import RANK_VARIABLES
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+NAMES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", rank_variables.OWNER_ENV, SERVER_ENV, RUN_ENV)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+
+
+def check(monkeypatch: pytest.MonkeyPatch, devices: int = 2, environment: Any = None, **variables: str) -> None:
+    """What a Trainer checks before it starts anything, with variables set."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = environment or LightningEnvironment()
+    environment.set_world_size(devices)
+    environment.set_global_rank(environment.node_rank() * devices + environment.local_rank())
+    launcher = TREES[0].derive(ScriptLauncher, "ScriptLauncher")
+    launcher(cast(Any, None), environment, devices, 1)._check(surroundings_of(environment, 1))
+
+
+@pytest.mark.parametrize("more", [{}, {"RANK": "1", "WORLD_SIZE": "4"}])
+def test_a_rank_without_a_place_to_meet_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, more: Any) -> None:
+    found = ", ".join(f"{name}={value}" for name, value in {**more, "LOCAL_RANK": "1"}.items() if name == "RANK")
+    with pytest.raises(LaunchError, match=rf"The environment has {found}.*LOCAL_RANK=1.* expects 2 processes"):
+        check(monkeypatch, LOCAL_RANK="1", **more)
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK"])
+def test_a_rank_beyond_the_workers_names_where_it_is_from(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"has rank 2, .* The environment has {name}=1: unset"):
+        check(monkeypatch, **{name: "1"})
+
+
+def test_processes_that_can_meet_are_told_what_they_are_taken_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
+        check(monkeypatch, LOCAL_RANK="0", MASTER_PORT="29500")
+    said = "The environment has LOCAL_RANK=0, MASTER_PORT=29500: this is worker 0 of 2, and others start the rest."
+    assert said in caplog.messages
+
+
+def test_a_shell_in_an_allocation_is_told_that_srun_starts_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    for name in ("PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    for step, said in ({"SLURM_STEP_ID": "0"}, []), ({}, ["SLURM_NTASKS=2 is set, and srun has not started"]):
+        monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+        with caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
+            check(monkeypatch, environment=SLURMEnvironment(), **step)
+        assert [message[:47] for message in caplog.messages] == said
+
+
+@pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "4"}, {"MASTER_PORT": "1"}])
+def test_what_starts_no_wait_is_no_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    check(monkeypatch, devices=1 if "LOCAL_RANK" in variables else 2, **variables)
+
+
+def test_a_run_that_only_one_variable_names_is_refused_with_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVER_ENV, "192.0.2.1:29400")
+    with pytest.raises(ConfigurationError, match=f"The environment has {SERVER_ENV}='192.0.2.1:29400' and {RUN_ENV}="):
+        ASGDStrategy()
+
+
+def test_a_run_that_is_not_there_is_reported_with_the_variable_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SERVER_ENV, "127.0.0.1:9")
+    with pytest.raises(LaunchError, match=f"`lightning-asgd serve` for 127.0.0.1:9, which {SERVER_ENV} names"):
+        Rendezvous.find_run("127.0.0.1", 9, 0.2)
