@@ -53,6 +53,9 @@ class SnapshotError(ASGDError):
 class LaunchError(ASGDError):
     """A server or a worker did not start; the message holds the last lines of its log."""
 
+    final = False
+    """Whether no later attempt can succeed, such as for want of a secret."""
+
 
 class ServerLostError(ASGDError):
     """A server died or did not answer within the time allowed."""

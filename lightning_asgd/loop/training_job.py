@@ -361,8 +361,8 @@ class TrainingJob:
             self._locate()
             try:
                 return self._rendezvous(min(_ATTEMPT_S, self.start_timeout_s) if self._may_be_elsewhere else None)
-            except LaunchError:
-                if not self._may_be_elsewhere or time.monotonic() > deadline:
+            except LaunchError as error:
+                if not self._may_be_elsewhere or (error.final and self.name is None) or time.monotonic() > deadline:
                     raise
 
     @property

@@ -190,11 +190,11 @@ class ServerLink:
         for call in self._calls(connection.urgent):
             self.failed(call.number, RuntimeError(why))
 
-    def fail_all(self, why: str) -> None:
+    def fail_all(self, why: str, error: type[RuntimeError] = RuntimeError) -> None:
         """Fail all pending and future calls: the server is gone."""
         self.lost = self.lost or why
         for number in self._pending.copy():
-            self.failed(number, RuntimeError(self.lost))
+            self.failed(number, error(self.lost))
 
     def expire(self, why: str = "") -> None:
         """Fail the calls that have timed out."""

@@ -353,25 +353,31 @@ def _reach_torch(
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
     there = f"The process at {joined(host, port)} has transport='zmq'"
     if secret is None:
-        raise LaunchError(
+        raise _final(
             f"{there}, and {SECRET_ENV} is not set for this one. Expected the same secret on all machines. Set it here "
             "too."
         )
     try:
         from lightning_asgd.transports.zmq_store import ZmqStore
+        from lightning_asgd.transports.zmq_transport import SecretError
     except ImportError as error:
-        raise LaunchError(
-            f"{there}, and pyzmq is not installed for this one. Install it: pip install pyzmq."
-        ) from error
+        raise _final(f"{there}, and pyzmq is not installed for this one. Install it: pip install pyzmq.") from error
     store = ZmqStore(host, port, secret, timeout_s, found)
     try:
         store.peek("job")  # waits for the handshake, which fails with another secret
     except BaseException as error:
         store.close()
         if isinstance(error, RuntimeError):
-            raise LaunchError(f"{there}, and no connection to it could be made: {error}.") from error
+            text = f"{there}, and no connection to it could be made: {error}."
+            raise (_final(text) if isinstance(error, SecretError) else LaunchError(text)) from error
         raise
     return store
+
+
+def _final(text: str) -> LaunchError:
+    error = LaunchError(text)
+    error.final = True
+    return error
 
 
 def _listener(host: str, port: int, deadline: float) -> socket.socket:

@@ -23,7 +23,7 @@ from lightning_asgd.transports.addresses import ServerAddress
 from lightning_asgd.transports.reliable_calls import REPLACED, Call, LinkedTransport, ServerLink
 from lightning_asgd.transports.zmq_sockets import Loop, assemble, frames_of, keys_of, secure
 
-__all__ = ["ZmqTransport"]
+__all__ = ["SecretError", "ZmqTransport"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ _SETUP_MS = 10_000  # for a connection through a gateway, before another one is 
 _PROBE_EVERY_S = 0.3  # between two probes
 _HANDSHAKES = 3  # consecutive failures before the secret is blamed
 _CLOSED = "the connection is closed"
+
+
+class SecretError(RuntimeError):
+    """A server has another secret."""
 
 
 class ZmqTransport(LinkedTransport["_Route"], Loop):
@@ -259,16 +263,15 @@ class _Connection:
                 # Behind a gateway the secret is right, since the rendezvous was reached there; and a tunnel may break.
                 self._failed += not self._route.way.number
                 if self._failed >= _HANDSHAKES:
-                    self._link.fail_all(self._refusal())
+                    self._fail_all()
 
-    def _refusal(self) -> str:
-        """Why handshakes fail."""
+    def _fail_all(self) -> None:
+        """Say why handshakes fail."""
         if self._route.served:
-            return f"another process listens at {self._route.address} now"
-        return (
-            f"the server at {self._route.address} does not know this job's secret: expected the same {SECRET_ENV} on "
-            "all machines"
-        )
+            self._link.fail_all(f"another process listens at {self._route.address} now")
+            return
+        why = f"the server at {self._route.address} does not know this job's secret: expected the same {SECRET_ENV} on"
+        self._link.fail_all(f"{why} all machines", SecretError)
 
 
 def _number_in(frames: Sequence[Any]) -> int:

@@ -13,7 +13,8 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ import zmq
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
 from lightning_asgd.loop import job_address
+from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.transports import registry, rendezvous
 from lightning_asgd.transports.addresses import LOOPBACK
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
@@ -123,6 +125,22 @@ def test_another_secret_is_refused_within_seconds(main: Rendezvous, monkeypatch:
     with pytest.raises(LaunchError, match=rf"has transport='zmq', and {SECRET_ENV} is not set .* on all machines"):
         Rendezvous.connect(*main.address, timeout_s=50.0)
     assert time.monotonic() - begun < 10.0
+
+
+@pytest.mark.parametrize("secret", ["", "another secret than the job's"])
+def test_a_worker_that_has_not_the_secret_does_not_try_again(
+    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    """Its machine is one of several: another one might host the servers, so other errors are tried again for long."""
+    monkeypatch.delenv(SECRET_ENV)
+    if secret:
+        monkeypatch.setenv(SECRET_ENV, secret)
+    job = TrainingJob(1, 60.0)
+    job.hosts = cast(Any, SimpleNamespace(locate=lambda *_: main.address))
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+        job._reach_host()
+    assert time.monotonic() - begun < 20.0
 
 
 def test_both_transports_are_named_where_they_differ(main: Rendezvous, guest: Rendezvous) -> None:
