@@ -120,9 +120,9 @@ TOOLS = {
 # 99 of the core are snapshots that fail: how old the latest is, exit codes, a lock, and events in the log of serve.
 # 11 of the core are Trainers with more devices than an earlier one of the script.
 # 80 of the core are the loggers' count of batches beside that of steps, and steps that are logged once.
-# 73 of the core are variables of another job in a shell, machines that disagree about the number of workers, and
+# 83 of the core are variables of another job in a shell, machines that disagree about the number of workers, and
 # errors for want of a secret at once.
-LINES = {"core": 40_895, "engines": 1_104, "tools": 10_110}
+LINES = {"core": 40_905, "engines": 1_104, "tools": 10_110}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

@@ -37,16 +37,16 @@ def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
     )
 
 
-def check_rank(rank: int, devices: int, num_nodes: int) -> None:
+def check_rank(rank: int, world_size: int, devices: int, num_nodes: int) -> None:
     """Raise a ``ConfigurationError`` for a process that is beyond the workers of a Trainer."""
-    if rank < devices * num_nodes:
+    if rank < world_size:
         return
     found = rank_variables.listed()
     raise ConfigurationError(
-        f"This process has rank {rank}, and the Trainer has {devices * num_nodes} worker(s), with devices={devices} "
-        f"and num_nodes={num_nodes}. Expected a worker for every process. Give every Trainer of a script the same "
-        "devices, or create Trainers with fewer devices on the first ranks only. "
-        f"{found and f'{found}: unset what is of another job.'}"
+        f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices={devices} and "
+        f"num_nodes={num_nodes}. Expected a worker for every process. Give every Trainer of a script the same devices, "
+        "or create Trainers with fewer devices on the first ranks only."
+        f"{found and f' {found}: unset those of another job.'}"
     )
 
 
@@ -92,32 +92,33 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 program.remove()
 
     def _check(self, place: Surroundings) -> None:
-        """Raise where the environment names other workers than the Trainer; say who starts them, if others do."""
-        check_rank(place.rank, self.num_processes, self.num_nodes)
+        """Raise where the environment names other workers than the Trainer; say that others start them, if they do."""
+        check_rank(place.rank, place.world_size, self.num_processes, self.num_nodes)
         if not place.external or place.world_size == 1:
             return
         given, found = rank_variables.set_by_others(), rank_variables.listed()
-        if not place.by_hand:
-            if "SLURM_NTASKS" in os.environ and "SLURM_STEP_ID" not in os.environ:
-                number = os.environ["SLURM_NTASKS"]
-                self.tree.say(
-                    f"SLURM_NTASKS={number} is set, and srun has not started this process. Use srun, or unset it."
-                )
-        elif "LOCAL_RANK" not in given:  # this script has started the workers
+        if type(self.cluster_environment).__name__ == "SLURMEnvironment" and "SLURM_STEP_ID" not in os.environ:
+            number = os.environ.get("SLURM_NTASKS")
+            self.tree.say(
+                f"SLURM_NTASKS={number} is set, and srun has not started this process. Use srun, or unset it."
+            )
+        if not place.by_hand or place.foreign:
+            return
+        if "LOCAL_RANK" not in given:  # this script has started the workers
             if 0 < self._started < self.num_processes:
                 raise ConfigurationError(
                     f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} "
                     "process(es), the workers of all Trainers of the script. Expected no more devices than that. Give "
                     "every Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
                 )
-        elif place.by_hand and "MASTER_PORT" not in given:
+        elif "MASTER_PORT" not in given and "STANDALONE_PORT" not in os.environ:  # Lightning's name of a fixed port
             raise LaunchError(
                 f"{found}, so Lightning starts no workers: it expects {place.world_size} processes, which another "
                 "program starts, and which meet at MASTER_PORT. That is not set. Unset these variables if this script "
                 "is to start the workers. Else set MASTER_ADDR and MASTER_PORT, the same for every process."
             )
-        elif place.by_hand:
-            self.tree.say(f"{found}: this is worker {place.rank} of {place.world_size}, and others start the rest.")
+        else:
+            self.tree.say(f"{found}, so Lightning starts no workers here. {place.world_size} have to join.")
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""

@@ -159,7 +159,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self.strategy.check_trainer(trainer)
         registry.release()  # an agent cannot be shared with forked children
         environment, devices = self.strategy.cluster_environment, self.strategy.num_processes
-        check_rank(environment.node_rank() * devices, devices, 1)
+        check_rank(environment.node_rank() * devices, devices, devices, 1)
         self.job.begin(surroundings_of(environment, 1), self.strategy.tree.say, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         supervisor.ensure_watch().remove_at_end(self._folder)

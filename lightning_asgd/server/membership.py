@@ -165,18 +165,23 @@ class Membership:
             self._eldest = min(self.trusted - self.unheard or self.trusted or self.living, default=0)
         return self._eldest
 
+    def refuse(self, process: str, why: str) -> None:
+        """Have the workers' logs show once that a process was refused."""
+        if process not in self.refused and len(self.refused) < _REFUSALS:
+            self.refused.add(process)
+            self.publish(why)
+
     def check_process(self, worker: int, process: str, session: str = "") -> None:
         """Raise a ``LaunchError`` if a worker is another process; a message of another ``session`` fails later."""
         holder = self.processes.get(worker, process)
         if holder == process or session not in ("", self.session):
             return
         newcomer, member = for_users(process), for_users(holder)
-        if process not in self.refused and len(self.refused) < _REFUSALS:
-            self.refused.add(process)
-            self.publish(
-                f"Process {newcomer} claimed rank {worker}, which process {member} has. It was rejected; training "
-                f"continues."
-            )
+        why = (
+            f"Process {newcomer} claimed rank {worker}, which process {member} has. It was rejected; training "
+            "continues."
+        )
+        self.refuse(process, why)
         raise LaunchError(
             f"Process {newcomer} claimed rank {worker}, which process {member} has in session {self.session!r}. It was "
             f"rejected: it is a second start of that worker, or belongs to another job. Expected one process per rank, "

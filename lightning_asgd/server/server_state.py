@@ -146,11 +146,13 @@ class ServerState:
         if message.world_size != members.world_size:
             why = (
                 f"Worker {worker} (process {for_users(process)}) joins as one of {message.world_size} workers, and "
-                f"others as one of {members.world_size}. Expected the same devices and num_nodes on every machine."
+                f"others as one of {members.world_size}. Expected the same devices and num_nodes on every machine, and "
+                "no process that is left of an earlier job."
             )
-            # Where all others have joined this one is a stranger. Else it is missing, and they would wait for it.
-            due = session.collectives.abort(why) if members.expected - members.joined else []
-            return due, failure(ProtocolError(why))
+            members.refuse(process, why)
+            missing = members.expected - members.joined - members.left.keys()
+            # If the others wait for this worker they would do so for long. Else it may be a stranger.
+            return session.collectives.abort(why) if worker in missing else [], failure(ProtocolError(why))
         if message.replaces and members.can_replace(worker, process):
             due = [*session.replace(message, now), *self.epochs.forget(worker, now)]
             self.registry.exits = [exit for exit in self.registry.exits if exit[1] != worker]

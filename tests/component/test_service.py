@@ -381,11 +381,23 @@ def test_workers_that_disagree_about_their_number_all_learn_it_at_once() -> None
     assert failure(s.handle(Contribution("s", 0, 2, "barrier", "x")))[0] == "WorkerLostError"
 
 
-def test_a_job_that_is_complete_goes_on_when_a_process_of_another_size_comes() -> None:
-    s = service()
-    assert failure(s.handle(Join("s", 1, 3)))[0] == "ProtocolError"
-    answers = [s.handle(Contribution("s", rank, 1, "all_gather", "x", rank)) for rank in range(2)]
-    assert [answer.wait() for answer in answers] == [{0: 0, 1: 1}] * 2
+@pytest.mark.parametrize(
+    ("size", "joined", "left", "worker"), [(2, [0, 1], [], 1), (2, [0], [], 2), (3, [0, 2], [1], 1)]
+)
+def test_a_job_goes_on_when_a_process_comes_that_nobody_waits_for(
+    size: int, joined: list[int], left: list[int], worker: int
+) -> None:
+    """All have joined, it has no rank of the job, or the worker was taken out before."""
+    s = Service()
+    for rank in joined:
+        s.handle(Join("s", rank, size))
+    for rank in left:
+        s.handle(Leave("s", rank, "its process has ended"))
+    error, text = failure(s.handle(Join("s", worker, size + 1, process="there/5/a")))
+    assert (error, "no process that is left of an earlier job" in text) == ("ProtocolError", True)
+    assert s.session is not None
+    assert s.session.members.aborted == ""
+    assert s.session.members.events[-1] == text
 
 
 def test_a_collective_is_answered_to_everybody() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.class_trees import TREES
@@ -55,7 +55,7 @@ def test_processes_that_can_meet_are_told_what_they_are_taken_for(
 ) -> None:
     with caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
         check(monkeypatch, LOCAL_RANK="0", MASTER_PORT="29500")
-    said = "The environment has LOCAL_RANK=0, MASTER_PORT=29500: this is worker 0 of 2, and others start the rest."
+    said = "The environment has LOCAL_RANK=0, MASTER_PORT=29500, so Lightning starts no workers here. 2 have to join."
     assert said in caplog.messages
 
 
@@ -76,6 +76,33 @@ def test_a_shell_in_an_allocation_is_told_that_srun_starts_workers(
 @pytest.mark.parametrize("variables", [{}, {"LOCAL_RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "4"}, {"MASTER_PORT": "1"}])
 def test_what_starts_no_wait_is_no_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     check(monkeypatch, devices=1 if "LOCAL_RANK" in variables else 2, **variables)
+
+
+class Given(LightningEnvironment):
+    """An environment of another library's, which knows its own place to meet."""
+
+
+def test_processes_that_meet_elsewhere_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, environment=Given(), LOCAL_RANK="1")
+    check(monkeypatch, LOCAL_RANK="1", STANDALONE_PORT="29500")
+
+
+def test_the_size_of_an_environments_own_world_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = Given()
+    environment.set_world_size(2)
+    environment.set_global_rank(1)
+    launcher = TREES[0].derive(ScriptLauncher, "ScriptLauncher")
+    launcher(cast(Any, None), environment, 1, 1)._check(surroundings_of(environment, 1))
+
+
+def test_torchrun_in_an_allocation_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
+        check(monkeypatch, environment=TorchElasticEnvironment(), SLURM_NTASKS="1")
+    assert caplog.messages == []
 
 
 def test_a_run_that_only_one_variable_names_is_refused_with_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
