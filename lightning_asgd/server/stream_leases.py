@@ -169,7 +169,7 @@ class StreamLeases(Leases):
             turn = (turn + (not worker.begun)) % len(places)
 
     def _next_of(self, place: int, own: Collection[int]) -> tuple[int, int]:
-        """Choose a range: the free one at ``place``, or of an abandoned shard, a new one, or one that others read."""
+        """Choose a worker's next range: first from ``place``, then from abandoned, new and finally shared shards."""
         found = self._free.at(place)
         if found is None:
             free = self._free.ranges

@@ -1,4 +1,4 @@
-"""A container stops: its first process, `lightning-asgd serve`, is the only one that receives SIGTERM."""
+"""Stopping a container sends SIGTERM to its first process only. Here that process is `lightning-asgd serve`."""
 
 from __future__ import annotations
 
