@@ -70,7 +70,8 @@ class _Collects(Algorithm):
         whole(f"{name}(thin)", self.thin, 1)
         whole(f"{name}(max_samples)", self.max_samples, 1)
         for transform in self.transforms:
-            if isinstance(transform, Transform) and _changes_updates(type(transform)):
+            kind = type(transform) if isinstance(transform, Transform) else Transform
+            if kind.gathers or kind.weigh is not Transform.weigh or kind.change is not Transform.change:
                 raise ConfigurationError(
                     f"{type(transform).__name__} cannot be used with {name}: it scales, changes, drops or averages "
                     "pushes and with them the noise, so the spread of the samples would be wrong. Expected transforms "
@@ -210,7 +211,3 @@ def _seed(update: Tensor, *numbers: int) -> int:
     """A seed for a push's noise, from its first values, its worker and its number."""
     start = update[:16].cpu().to(torch.float64).numpy().tobytes()
     return int.from_bytes(hashlib.sha256(start + repr(numbers).encode()).digest()[:8], "big") >> 1
-
-
-def _changes_updates(transform: type[Transform]) -> bool:
-    return transform.gathers or transform.weigh is not Transform.weigh or transform.change is not Transform.change

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -63,22 +63,15 @@ def measure(workers: Sequence[int] = WORKERS) -> Calibration:
         torch.set_num_threads(threads)
     least = alone[min(alone)]
     message_s, exchange_s = real.beat_s - least.beat_s, real.exchange_s - least.exchange_s
-    costs = {
-        number: _with_transport(found, max(0.0, message_s), max(0.0, exchange_s)) for number, found in alone.items()
-    }
-    return Calibration(
-        {number: replace(found, gbyte_s=real.gbyte_s) for number, found in costs.items()}, "this machine"
-    )
+    added = max(0.0, message_s), max(0.0, exchange_s), real.gbyte_s
+    return Calibration({number: _with_transport(found, *added) for number, found in alone.items()}, "this machine")
 
 
-def _with_transport(costs: ServerCosts, message_s: float, exchange_s: float) -> ServerCosts:
+def _with_transport(costs: ServerCosts, message_s: float, exchange_s: float, gbyte_s: float) -> ServerCosts:
     """Costs of the service, with what a transport adds to a small message and to an exchange."""
-    return ServerCosts(
-        claim_s=costs.claim_s + message_s,
-        exchange_s=costs.exchange_s + exchange_s,
-        beat_s=costs.beat_s + message_s,
-        contribution_s=costs.contribution_s + message_s,
-    )
+    claim_s, beat_s, contribution_s = (s + message_s for s in (costs.claim_s, costs.beat_s, costs.contribution_s))
+    about = {"beat_s": beat_s, "contribution_s": contribution_s, "gbyte_s": gbyte_s}
+    return ServerCosts(claim_s=claim_s, exchange_s=costs.exchange_s + exchange_s, **about)
 
 
 # ---------------------------------------------------------------------- the service, with many workers

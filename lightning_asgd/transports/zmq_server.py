@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,6 +62,7 @@ class ZmqServer(Loop):
         self._handler = handler
         self._decode = decode
         self._name = name.encode()
+        self._process = name or uuid.uuid4().hex  # in every answer: another server may have this address after this one
         self._once = ReplyCache()
         self._encoded = EncodedOnce(encoded)
         keys = keys_of(secret)
@@ -155,8 +157,8 @@ class ZmqServer(Loop):
     def _take(self, frames: Sequence[Any]) -> None:
         try:
             who = bytes(frames[0].buffer)
-            if who[:1] != b"\0" and not who.startswith(self._name):
-                return  # for a server that was started before this one and had its number: the gateway says it is gone
+            # Else it is for a server that had this one's number at the gateway; who answers says that it is gone.
+            mine = who[:1] == b"\0" or who.startswith(self._name)
             caller, number, arrived, sizes, header = json.loads(bytes(frames[1].buffer))
             if not isinstance(caller, str) or type(number) is not int:
                 raise TypeError("no caller or no number")
@@ -166,7 +168,7 @@ class ZmqServer(Loop):
 
             def handle() -> Any:
                 try:
-                    return self._handler(self._decode(header.encode(), assemble(sizes, frames[2:])))
+                    return mine and self._handler(self._decode(header.encode(), assemble(sizes, frames[2:])))
                 except ASGDError as error:
                     return Failure(type(error).__name__, str(error))
                 except Exception as error:  # as a text: the exception would keep the message
@@ -181,9 +183,11 @@ class ZmqServer(Loop):
 
     def _reply(self, who: bytes, number: int, done: Future[Any]) -> None:
         try:
-            frames = addressed([number], self._encoded(done.value()))
+            frames = addressed([number, self._process], self._encoded(done.value()))
         except Exception as error:
-            frames = frames_of([number], Failure("ASGDError", f"A server's answer could not be sent: {error!r}."))
+            frames = frames_of(
+                [number, self._process], Failure("ASGDError", f"A server's answer could not be sent: {error!r}.")
+            )
         self.submit(lambda: self._send([who, *frames]))
 
     def _send(self, frames: list[Any]) -> None:

@@ -33,6 +33,7 @@ _SETUP_MS = 10_000  # for a connection through a gateway, before another one is 
 _PROBE_EVERY_S = 0.3  # between two probes
 _HANDSHAKES = 3  # consecutive failures before the secret is blamed
 _CLOSED = "the connection is closed"
+_REPLACED = "another process listens at its address now"
 
 
 class SecretError(RuntimeError):
@@ -101,8 +102,8 @@ class _Route:
         self._probed_at = -math.inf
         self._refused_at = math.inf  # since when the gateway refuses connections
         self.way = ServerAddress.of(address)
-        self.served = False
-        """Whether the server has proved that it knows the secret."""
+        self.process = self.way.name
+        """The server's process; empty until its first answer, which proves that it knows the secret."""
 
     def call(self, message: Any, timeout_s: float) -> Future[Any]:
         """See :meth:`Transport.call`."""
@@ -146,6 +147,13 @@ class _Route:
         except OSError:  # proves nothing
             return
         self.link.fail_all(f"ECONNREFUSED: no process listens at {self.address} any more")
+
+    def is_from(self, process: str) -> bool:
+        """Whether an answer comes from the process that is called. If not, that is gone, and all calls fail."""
+        self.process = self.process or process
+        if process != self.process:  # it was started again before a probe found that no process listens there
+            self.link.fail_all(_REPLACED)
+        return process == self.process
 
     def _connection(self, urgent: bool) -> _Connection:
         if urgent not in self._connections:
@@ -241,7 +249,9 @@ class _Connection:
             except zmq.Again:
                 return
             try:
-                number, sizes, header = json.loads(bytes(frames[0].buffer))
+                number, process, sizes, header = json.loads(bytes(frames[0].buffer))
+                if not self._route.is_from(process):
+                    return
                 answer = codec.decode(header.encode(), assemble(sizes, frames[1:]))
             except Exception as error:
                 log.warning("An answer of server %d could not be read: %r.", server, error)
@@ -253,7 +263,7 @@ class _Connection:
         while self._events.poll(0) and self._link.lost is None:
             event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._failed, self._route.served = 0, True
+                self._failed = 0
                 if self._connected:
                     self._link.reconnected(self, "it was disconnected")
                 self._connected = True
@@ -267,8 +277,8 @@ class _Connection:
 
     def _fail_all(self) -> None:
         """Say why handshakes fail."""
-        if self._route.served:
-            self._link.fail_all(f"another process listens at {self._route.address} now")
+        if self._route.process:
+            self._link.fail_all(_REPLACED)
             return
         why = f"the server at {self._route.address} does not know this job's secret: expected the same {SECRET_ENV} on"
         self._link.fail_all(f"{why} all machines", SecretError)

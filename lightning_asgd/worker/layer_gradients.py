@@ -155,7 +155,8 @@ class LayerGradients(Synchronizer):
             waiting.append(step)
             self._step += 1
             due = waiting.popleft() if len(waiting) > self._delay else _Step(optimizer, bundles)
-            self._use(due, may_be_late=_by_parameter(optimizer))
+            by_parameter = type(optimizer).__module__.startswith("torch.optim.")  # as far as is known
+            self._use(due, may_be_late=by_parameter and not isinstance(optimizer, torch.optim.LBFGS))
             self._late_steps.prepare(optimizer)
             return output
 
@@ -342,11 +343,6 @@ def _bundled(layers: Sequence[Layer], piece_bytes: int) -> list[_Bundle]:
         made[-1].parameters += layer.parameters
         size += sum(p.nbytes for p in layer.parameters)
     return made
-
-
-def _by_parameter(optimizer: Any) -> bool:
-    """Whether an optimizer treats every parameter by itself, as far as is known."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

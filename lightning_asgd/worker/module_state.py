@@ -100,17 +100,13 @@ def _take(owner: Module, key: str, value: Tensor) -> None:
     if torch.nn.parameter.is_lazy(mine):
         mine.materialize(value.shape, dtype=value.dtype)
     alike = (mine.dtype, mine.layout) == (value.dtype, value.layout) and not mine.is_inference()
-    if alike and mine.shape == value.shape and not _overlaps(mine):
+    expanded = mine.layout is torch.strided and 0 in mine.stride() and mine.numel() > 1  # elements share a place
+    if alike and mine.shape == value.shape and not expanded:
         mine.copy_(value)
     elif alike:
         mine.data = value.to(mine.device, copy=True)  # those that hold this tensor see the values, too
     else:
         owner._buffers[key] = value.to(mine.device, copy=True)
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether several elements lie in one place, as in an expanded tensor."""
-    return tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
 
 
 def make_identical(collectives: Collectives, module: Module, tensors: Mapping[str, Tensor]) -> bytes:

@@ -28,7 +28,7 @@ ROOT = str(Path(lightning_asgd.__file__).resolve().parent.parent)
 class ServerProcess:
     """Starts at once; :meth:`address` waits until it serves."""
 
-    def __init__(self, rendezvous: Rendezvous, name: str, transport: str = "rpc") -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, transport: str = "rpc", run: str = "") -> None:
         self.name = name
         self._host = rendezvous  # the store lives as long
         with mock.patch.dict(os.environ, {SECRET_ENV: SECRET}):  # an earlier job of this process may have made another
@@ -37,7 +37,7 @@ class ServerProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         host, port = rendezvous.address
         interface = interface_of(LOOPBACK)
-        settings = ServerSettings(interface, transport)
+        settings = ServerSettings(interface, transport, run=run)
         arguments = ServerArguments(settings, name, self._key, host, port, os.getpid())
         path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.popen = subprocess.Popen(

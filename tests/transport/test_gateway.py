@@ -266,6 +266,14 @@ class NoFiles(socket.socket):
         super().__init__(family, kind, proto, fileno)
 
 
+def test_a_message_for_the_server_before_finds_that_it_is_gone(place: Place, connect: Callable[..., Transport]) -> None:
+    server = place.serve("server/b")  # has the number of the one before, whose gateway is gone, too
+    host, port = ServerAddress.of(server.address)[:2]
+    with pytest.raises(RuntimeError, match="another process listens at its address"):
+        beats(connect(str(ServerAddress(host, port, "a".ljust(12, "x"), 24))))
+    beats(connect(str(ServerAddress(host, port, "b".ljust(12, "x"), 24))))
+
+
 def test_a_gateway_that_is_killed_is_started_again(place: Place, connect: Callable[..., Transport]) -> None:
     place.serve("server/name")
     with Rendezvous.connect(*place.address, timeout_s=DEADLINE_S) as guest:

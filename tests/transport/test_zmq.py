@@ -19,7 +19,7 @@ import zmq
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, codec
+from lightning_asgd.protocol import Attach, Contribution, Exchange, Heartbeat, StatusRequest, codec
 from lightning_asgd.server.service import Service
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.addresses import LOOPBACK
@@ -84,6 +84,27 @@ def test_a_wrong_secret_is_refused_by_name_and_the_right_one_served(server: ZmqS
     assert shards.replies(push(shards, 1))[0].version == 1
 
 
+def test_a_server_that_is_started_again_at_once_is_not_taken_for_the_one_before() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:  # stays open, so that a probe always finds it
+        listener.setblocking(False)
+        first, second = Service(), Service()
+        before = ZmqServer(first.handle, LOOPBACK, SECRET, listener=listener)
+        transport = ZmqTransport([before.address], SECRET)
+        shards = begin(transport, "again")
+        before.close()
+        pushed = push(shards, 1)
+        after = ZmqServer(second.handle, LOOPBACK, SECRET, listener=listener)
+        try:
+            with pytest.raises(ServerLostError, match="another process listens at its address") as lost:
+                shards.connection.result(0, pushed[0])
+            assert lost.value.server == 0  # so it can be restored
+        finally:
+            transport.close()
+            after.close()
+            first.close()
+            second.close()
+
+
 def test_strangers_change_nothing(server: ZmqServer, transport: ZmqTransport) -> None:
     shards = begin(transport, "strangers")
     host, port = LOOPBACK, int(server.address.rpartition(":")[2])
@@ -146,8 +167,8 @@ def test_a_worker_that_sends_rubbish_harms_nobody(server: ZmqServer, transport: 
             break
     worker.close()
     context.term()
-    assert all("ProtocolError" in header for number, _, header in answers if number >= 100)
-    assert sum(number >= 100 for number, _, _ in answers) == 4
+    assert all("ProtocolError" in header for number, *_, header in answers if number >= 100)
+    assert sum(number >= 100 for number, *_ in answers) == 4
     assert shards.replies(push(shards, 1))[0].version == 1
 
 
@@ -209,6 +230,23 @@ def test_a_killed_server_is_lost_at_once() -> None:
         with pytest.raises(ServerLostError, match="Server 0 is gone"):
             client.join()
     finally:
+        server.close()
+
+
+def test_a_run_s_server_that_is_stopped_answers_nothing_more() -> None:
+    server = ServerProcess(Rendezvous.host(), "server0", "zmq", run="r")
+    transport = ZmqTransport([server.address()], SECRET)
+    try:
+        assert transport.call(0, Attach("r", "brings the weights"), 20.0).wait().bootstraps
+        waiting = [transport.call(0, Attach("r", f"waits for them, {n}"), 60.0) for n in range(20)]
+        transport.call(0, StatusRequest(), 20.0).wait()
+        server.popen.terminate()
+        for call in waiting:
+            with pytest.raises(RuntimeError, match="no process listens at"):
+                call.wait()
+        assert server.popen.wait(20) == 0
+    finally:
+        transport.close()
         server.close()
 
 
