@@ -157,10 +157,12 @@ def _entry(
     until = time.monotonic() + _START_S
     while not isinstance(found := ask_host(*join), HostEntry):
         _check_stopped(stopped)
+        if isinstance(found, LaunchError):
+            raise found
         if time.monotonic() > until:
             raise LaunchError(
                 f"No host of a run answers at {joined(*join)} within {_START_S:g} s. Expected `lightning-asgd serve` "
-                "there, with the same secret. Start it, or check --join and the network."
+                "there. Start it, or check --join and the network."
             )
         time.sleep(_POLL_S)
     same = (found.run, found.transport) == (run_id, transport)

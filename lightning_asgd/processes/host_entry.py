@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_asgd.environment import parted
+from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports.addresses import listens
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -73,27 +74,19 @@ class HostEntry:
     @classmethod
     def of(cls, found: Any) -> HostEntry | None:
         """What :meth:`to_dict` made; None if it is something else."""
-        match found:
-            case {
-                "run": str(run),
-                "transport": str(transport),
-                "servers": int(servers),
-                "address": str(address),
-                "term": int(term),
-                "present": str(present),
-                "hosts": [*hosts],
-                "workers": [*workers],
-                "ready": bool(ready),
-                "campaigns": bool(campaigns),
-                "lease_s": float(lease_s),
-            } if (
-                SHORTEST_S <= lease_s <= LONGEST_S
-                and all(is_address(each) for each in (address, *hosts))
-                and all(isinstance(n, int) for n in workers)
-            ):
-                about = run, transport, servers, address, term, present, tuple(hosts), tuple(workers)
-                return cls(*about, ready, campaigns, lease_s)
-        return None
+        try:
+            entry = cls(**{field.name: found[field.name] for field in fields(cls)})
+            entry = replace(entry, hosts=tuple(entry.hosts), workers=tuple(entry.workers))
+        except (KeyError, TypeError):
+            return None
+        good = (
+            all(isinstance(each, str) for each in (entry.run, entry.transport, entry.present))
+            and all(isinstance(each, int) for each in (entry.servers, entry.term, *entry.workers))
+            and all(isinstance(each, bool) for each in (entry.ready, entry.campaigns))
+            and all(is_address(each) for each in (entry.address, *entry.hosts))
+            and (isinstance(entry.lease_s, float) and SHORTEST_S <= entry.lease_s <= LONGEST_S)
+        )
+        return entry if good else None
 
 
 def is_address(found: Any) -> bool:
@@ -111,13 +104,13 @@ def reach_host(host: str, port: int, lease_s: float = LEASE_S) -> Iterator[Rende
         yield there
 
 
-def ask_host(host: str, port: int, lease_s: float = LEASE_S) -> HostEntry | bool | None:
-    """A host's entry; False if its process has ended, None if it does not answer, True if it publishes none."""
+def ask_host(host: str, port: int, lease_s: float = LEASE_S) -> HostEntry | LaunchError | bool | None:
+    """A host's entry, or a final error; False if its process has ended, None without answer, True without entry."""
     listening = listens(host, port, CALL * lease_s)
     if not listening:
         return listening
     try:
         with reach_host(host, port, lease_s) as there:
             return HostEntry.of(there.peek(HOST_KEY, dict)) or True
-    except RuntimeError:
-        return None
+    except RuntimeError as error:
+        return error if isinstance(error, LaunchError) and error.final else None

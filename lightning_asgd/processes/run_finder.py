@@ -24,6 +24,7 @@ from lightning_asgd.transports.rendezvous import Rendezvous
 __all__ = ["RunFinder"]
 
 Way = tuple[str, int]
+Answer = HostEntry | LaunchError | bool | None
 
 _PAUSE_S = 0.2
 _LAPSE_S = 6.0  # after which no host counts a vote: five seconds after it has seen it
@@ -43,8 +44,7 @@ class RunFinder:
 
     Args:
         given: addresses of hosts, of which at least one has to live when the worker joins.
-        ask: a host's entry; False if its process has ended, None if it does not answer, True if it publishes none. How
-            long it waits depends on the host's lease.
+        ask: see :func:`ask_host`. How long it waits depends on the host's lease.
         cast: publishes a vote at a host; returns whether the host has it.
         clock: seconds.
 
@@ -58,7 +58,7 @@ class RunFinder:
         self,
         given: Sequence[Way],
         *,
-        ask: Callable[[str, int, float], HostEntry | bool | None] = ask_host,
+        ask: Callable[[str, int, float], Answer] = ask_host,
         cast: Callable[[Way, int, list[int], float], bool] = _cast,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,6 +103,7 @@ class RunFinder:
         with self._lock:
             seen: dict[str, HostEntry] = {}
             gone: set[str] = set()
+            refused: LaunchError | None = None
             for name, answer in self._answers():
                 if isinstance(answer, HostEntry):
                     name = self._note(name, answer)
@@ -111,6 +112,10 @@ class RunFinder:
                         return self._use(answer)
                 elif answer is False:
                     gone.add(name)
+                elif isinstance(answer, LaunchError):
+                    refused = answer
+            if refused is not None and not seen and not self.term:  # else the run continues without that host
+                raise refused
             serving = [entry for entry in seen.values() if self._is_next(entry) and self._withdraws(entry)]
             # A host may have been started once more after all of them had ended.
             serving = serving or [e for e in seen.values() if e.serves and self._ways.keys() <= gone | {e.address}]
@@ -134,7 +139,7 @@ class RunFinder:
     def _is_next(self, entry: HostEntry) -> bool:
         return entry.serves and (entry.term > self.term or (entry.term == self.term and entry.address == self._present))
 
-    def _answers(self) -> Iterator[tuple[str, HostEntry | bool | None]]:
+    def _answers(self) -> Iterator[tuple[str, Answer]]:
         """What all hosts answer, as they do."""
         asks = ThreadPoolExecutor(len(self._ways))
         try:

@@ -21,10 +21,13 @@ import pytest
 import torch
 import zmq
 
+from lightning_asgd.cli.serve_command import _entry
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
 from lightning_asgd.loop import job_address
 from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.processes.host_entry import LEASE_S
+from lightning_asgd.processes.run_finder import RunFinder
 from lightning_asgd.transports import registry, rendezvous
 from lightning_asgd.transports.addresses import LOOPBACK
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
@@ -141,6 +144,22 @@ def test_a_worker_that_has_not_the_secret_does_not_try_again(
     with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
         job._reach_host()
     assert time.monotonic() - begun < 20.0
+
+
+@pytest.mark.parametrize("secret", ["", "another secret than the run's"])
+def test_a_worker_of_a_run_with_several_hosts_that_has_not_the_secret_does_not_look_on(
+    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.delenv(SECRET_ENV)
+    if secret:
+        monkeypatch.setenv(SECRET_ENV, secret)
+    with socket.create_server((LOOPBACK, 0)) as silent:  # a host that does not answer could be back in time
+        begun = time.monotonic()
+        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+            RunFinder([main.address, silent.getsockname()]).find(60.0)
+        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+            _entry("r", "zmq", 1, (LOOPBACK, 1), main.address, LEASE_S, [])
+        assert time.monotonic() - begun < 20.0
 
 
 def test_both_transports_are_named_where_they_differ(main: Rendezvous, guest: Rendezvous) -> None:
