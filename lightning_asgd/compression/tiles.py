@@ -115,10 +115,7 @@ class TopTiles(Compression):
 
 
 def _places_of_largest(keys: Tensor, number: int) -> Tensor:
-    """The columns of the largest ``number`` keys of each row, a tile.
-
-    A row is cut into groups. The largest keys lie in the groups with the largest maxima.
-    """
+    """The columns of the largest ``number`` keys of each row. They lie in the groups with the largest maxima."""
     groups = min(_TILE, 4 << (number - 1).bit_length())
     grouped = keys.view(len(keys), -1, groups)
     some = _largest(grouped.amax(1), number, groups - 1)

@@ -158,10 +158,7 @@ class PartExchange:
         self._together(bring)
 
     def _together(self, act: Callable[[], None]) -> bool:
-        """Do something that may fail, such as where a server is lost. Returns whether all processes have done it.
-
-        If any process fails, the first one raises that error. The others continue with the next order.
-        """
+        """Do what may fail, and return whether all processes have; where any fails, the first one raises that error."""
         mine: Exception | None = None
         try:
             act()

@@ -143,10 +143,7 @@ class ElasticFleet(Fleet):
             recovery.lose_all(replaced)
 
     def _report_dead(self) -> None:
-        """Report workers of this machine whose processes have ended: an engine may have started this one instead.
-
-        A server on another machine would miss their heartbeats only later.
-        """
+        """Report this machine's workers whose processes have ended: a server elsewhere would notice it later."""
         before = self.attachment.processes
         gone = gone_among(before.values())
         for worker, process in before.items():

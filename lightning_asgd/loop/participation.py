@@ -197,10 +197,7 @@ class Participation(Live):
     # ------------------------------------------------------------------ what a program sets at a sync point
 
     def _set_by_program(self) -> list[str]:
-        """Names of weights that the program has set since the workers took the servers'.
-
-        None if it has replaced or unfrozen parameters: then all take the chief's with the new layout.
-        """
+        """Weights that the program has set since the latest fetch; None if it has replaced or unfrozen parameters."""
         if self._has_grown():
             return []
         normed = normed_embeddings(self._module)

@@ -231,11 +231,7 @@ class SimulatedWorker:
         self._problem.synchronise(moved)
 
     def _meet(self, name: str, payload: Any = None) -> Any:
-        """Wait for the other workers.
-
-        Returns:
-            what each of the living has brought, by rank.
-        """
+        """Wait for the other workers; returns what each of the living has brought, by rank."""
         sender, seq = self._client.connection.sender, self._next_meeting()
         message = Contribution(*sender, seq, "all_gather", name, payload, timeout_s=float("inf"))
         return (yield from self._contribute(message))

@@ -332,10 +332,7 @@ def _reach(host: str, port: int, secret: str | None, timeout_s: float, greeting_
 def _reach_torch(
     host: str, port: int, secret: str | None, timeout_s: float, deadline: float, probe: socket.socket
 ) -> EntryStore | None:
-    """Connect to torch's store; None if what listens there turns out to be ZeroMQ.
-
-    Raises a ``ConnectionError`` if that fails for now.
-    """
+    """Connect to torch's store; None if ZeroMQ listens there. Raises a ``ConnectionError`` if that fails for now."""
     attempt = TorchStore.connect(host, port, secret, timeout_s)
     while not attempt.done() and not _greets(probe, 0.0):
         if time.monotonic() > deadline + _GRACE_S:
@@ -351,26 +348,23 @@ def _reach_torch(
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
-    there = f"The process at {joined(host, port)} has transport='zmq'"
-    if secret is None:
-        raise _final(
-            f"{there}, and {SECRET_ENV} is not set for this one. Expected the same secret on all machines. Set it here "
-            "too."
-        )
+    there = f"The process at {joined(host, port)} has transport='zmq', and"
     try:
         from lightning_asgd.transports.zmq_store import ZmqStore
         from lightning_asgd.transports.zmq_transport import SecretError
     except ImportError as error:
-        raise _final(f"{there}, and pyzmq is not installed for this one. Install it: pip install pyzmq.") from error
-    store = ZmqStore(host, port, secret, timeout_s, found)
+        raise _final(f"{there} pyzmq is not installed for this one. Install it: pip install pyzmq.") from error
+    store = ZmqStore(host, port, secret or "", timeout_s, found)  # without one, too: so the process there learns of it
     try:
         store.peek("job")  # waits for the handshake, which fails with another secret
     except BaseException as error:
         store.close()
-        if isinstance(error, RuntimeError):
-            text = f"{there}, and no connection to it could be made: {error}."
-            raise (_final(text) if isinstance(error, SecretError) else LaunchError(text)) from error
-        raise
+        if not isinstance(error, RuntimeError):
+            raise
+        if secret is None:
+            raise _final(f"{there} {SECRET_ENV} is not set for this one. Expected the same on all machines.") from error
+        text = f"{there} no connection to it could be made: {error}."
+        raise (_final(text) if isinstance(error, SecretError) else LaunchError(text)) from error
     return store
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 from torch.futures import Future
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.protocol import Failure, codec
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 _THREADS = 8
 _MOVE_S = 10.0
 _HANDSHAKE_MS = 5000  # after which a connection that is not set up is closed
+_UNREADABLE = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: the other end has another key
 
 
 class ZmqServer(Loop):
@@ -77,6 +79,7 @@ class ZmqServer(Loop):
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
+        self._failures = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         try:
             self._bind(address, listener)
         except zmq.ZMQError as error:
@@ -86,6 +89,7 @@ class ZmqServer(Loop):
             self._bell.close()
             raise OSError(error.errno, error.strerror) from error
         self.poller.register(self._socket, zmq.POLLIN)
+        self.poller.register(self._failures, zmq.POLLIN)
         self._threads: list[bool] = []  # one for each of the pool that runs
         started = partial(self._threads.append, True)
         self._pool = ThreadPoolExecutor(threads, "lightning_asgd.answer", started) if threads else None
@@ -123,6 +127,10 @@ class ZmqServer(Loop):
 
     def tick(self, ready: dict[Any, int]) -> None:
         """See :class:`Loop`."""
+        if self._failures in ready and recv_monitor_message(self._failures)["value"] == _UNREADABLE:
+            refused_at = self.address.removeprefix("tcp://")
+            log.warning("A process was refused at %s: it has another LIGHTNING_ASGD_SECRET, or none.", refused_at)
+            self._stop_monitor()  # one line is enough
         if self._socket not in ready:
             return
         while True:
@@ -152,7 +160,14 @@ class ZmqServer(Loop):
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._authenticator.stop()
+        self._stop_monitor()
         self._socket.close(0)
+
+    def _stop_monitor(self) -> None:
+        if not self._failures.closed:
+            self.poller.unregister(self._failures)
+            self._socket.disable_monitor()
+            self._failures.close(0)
 
     def _take(self, frames: Sequence[Any]) -> None:
         try:

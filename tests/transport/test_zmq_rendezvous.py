@@ -119,7 +119,14 @@ def test_strangers_neither_read_nor_write_and_the_processor_is_idle_afterwards(
     assert idle_cpu_s(psutil.Process()) < 0.3
 
 
-def test_another_secret_is_refused_within_seconds(main: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_secret_is_refused_within_seconds_and_both_sides_say_so(
+    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(main.address) as stranger:  # has no secret at all, and is not told of
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    with Rendezvous.connect(*main.address, timeout_s=50.0) as guest:
+        assert guest.peek("job") is None
+    assert not caplog.text
     monkeypatch.setenv(SECRET_ENV, SECRET + "?")
     begun = time.monotonic()
     with pytest.raises(LaunchError, match=rf"transport='zmq', and no conn.*does not know this job's.*{SECRET_ENV}"):
@@ -128,6 +135,16 @@ def test_another_secret_is_refused_within_seconds(main: Rendezvous, monkeypatch:
     with pytest.raises(LaunchError, match=rf"has transport='zmq', and {SECRET_ENV} is not set .* on all machines"):
         Rendezvous.connect(*main.address, timeout_s=50.0)
     assert time.monotonic() - begun < 10.0
+    assert caplog.text.count(f"A process was refused at 127.0.0.1:{main.address[1]}: it has another") == 1
+
+
+def test_a_process_without_a_secret_is_told_of_where_it_was_refused(
+    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(SECRET_ENV)
+    with pytest.raises(LaunchError, match="LIGHTNING_ASGD_SECRET is not set for this one"):
+        Rendezvous.connect(*main.address, timeout_s=50.0)
+    assert "it has another LIGHTNING_ASGD_SECRET, or none." in caplog.text
 
 
 @pytest.mark.parametrize("secret", ["", "another secret than the job's"])
@@ -141,7 +158,7 @@ def test_a_worker_that_has_not_the_secret_does_not_try_again(
     job = TrainingJob(1, 60.0)
     job.hosts = cast(Any, SimpleNamespace(locate=lambda *_: main.address))
     begun = time.monotonic()
-    with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+    with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
         job._reach_host()
     assert time.monotonic() - begun < 20.0
 
@@ -155,9 +172,9 @@ def test_a_worker_of_a_run_with_several_hosts_that_has_not_the_secret_does_not_l
         monkeypatch.setenv(SECRET_ENV, secret)
     with socket.create_server((LOOPBACK, 0)) as silent:  # a host that does not answer could be back in time
         begun = time.monotonic()
-        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+        with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
             RunFinder([main.address, silent.getsockname()]).find(60.0)
-        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
+        with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
             _entry("r", "zmq", 1, (LOOPBACK, 1), main.address, LEASE_S, [])
         assert time.monotonic() - begun < 20.0
 
