@@ -274,10 +274,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
 
     @property
     def _restores_optimizers(self) -> bool:
-        """Whether a checkpoint holds optimizer states; the progress that an attaching island receives does not.
-
-        All islands of one Trainer resume together.
-        """
+        """Whether a checkpoint holds optimizer states. The progress that an attaching island receives does not."""
         return self._division is not None or self._membership is None or self._membership.entry is None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -21,9 +21,8 @@ from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import Configurable
 
-__all__ = ["MAX_BATCH", "Algorithm", "Answer", "Payload", "Push", "Run", "SampleShares", "Table", "Transform"]
+__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "SampleShares", "Table", "Transform"]
 
-MAX_BATCH = 2.0**53
 """Samples or tokens that no step trains."""
 
 _ONE = 1 << 52  # sums of sizes are whole numbers of this part: exact for any from 1 on, whatever their order

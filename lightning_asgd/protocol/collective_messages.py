@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asgd.protocol.metric_messages import WorkerMetrics
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Count, Request, Seconds
 
 __all__ = [
     "Contribution",
@@ -121,13 +121,13 @@ class Reduced:
 class Contribution(Request):
     """A worker's part in a collective."""
 
-    seq: int  # number of this worker's collective in the session, counted from 1
+    seq: Count  # number of this worker's collective in the session, counted from 1
     kind: str  # `"barrier"`, `"broadcast"`, `"all_gather"`, ...: must be the same on all workers
     name: str  # what the caller calls it; must be the same on all workers
     payload: Any = None  # a plain value, a tensor, or an object as `Pickled`; what is reduced is not pickled
     source: int | None = None  # the one worker whose payload is delivered; None: all workers'
     target: int | None = None  # the one worker that it is delivered to, the others get nothing; None: all workers
-    timeout_s: float = 1800.0  # seconds after which the servers give up on the missing workers
+    timeout_s: Seconds = 1800.0  # seconds after which the servers give up on the missing workers
     stops: bool = False  # whether the worker trains no more, so that the others should arrive soon
     # What the worker was answered by a coordinator that was lost since: it does not wait any more, and the others are
     # to get the same. None if it waits.

@@ -1,4 +1,4 @@
-"""Whether a message's fields have the types that their annotations name: a broken peer may send anything.
+"""Whether a message's fields have the types and ranges that their annotations name: a broken peer may send anything.
 
 Objects within a message may have ``can_be``, whether their values are possible, and ``expected``, a text about that.
 """
@@ -42,14 +42,14 @@ def _check_types(message: Any) -> None:
         if (type(value) is not hint or hint not in _PLAIN) and not _fits(value, hint):
             raise ProtocolError(
                 f"A server was sent a {type(message).__name__} whose {name} is {repr(value)[:80]}. Expected "
-                f"{getattr(hint, '__name__', hint)}. Look for a broken worker, or one of another version."
+                f"{_named(hint)}. Look for a broken worker, or one of another version."
             )
 
 
 @functools.cache
 def _hints(kind: Any) -> tuple[tuple[str, Any], ...]:
     """The types of a message's fields, but for those that may have any."""
-    hints = typing.get_type_hints(kind, kind.__init__.__globals__)  # of its file: its module is the package
+    hints = typing.get_type_hints(kind, kind.__init__.__globals__, include_extras=True)  # the names of its own file
     return tuple((f.name, hints[f.name]) for f in dataclasses.fields(kind) if hints[f.name] is not Any)
 
 
@@ -60,7 +60,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) is int and -_LARGEST < value < _LARGEST
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin, inner = _parts(hint)
+    if origin is typing.Annotated:
+        return _fits(value, inner[0]) and inner[1][0] <= value <= inner[1][1]
     if origin is None and isinstance(hint, type):  # to Python 3.10 dict[int, str] is a type, too
         return isinstance(value, hint) and (not hint.__module__.startswith(__package__) or _all_fit(value))
     if origin in (typing.Union, UnionType):
@@ -72,6 +74,16 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is not None and isinstance(value, abc.Collection):
         return isinstance(value, origin) and all(_fits(each, inner[0]) for each in value)
     return origin is None
+
+
+def _named(hint: Any) -> str:
+    kind, bounds = _parts(hint)[1] if _parts(hint)[0] is typing.Annotated else (hint, None)
+    return getattr(kind, "__name__", str(kind)) + (f" from {bounds[0]:g} to {bounds[1]:g}" if bounds else "")
+
+
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
 def _all_fit(value: Any) -> bool:

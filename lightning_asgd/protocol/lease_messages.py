@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Count, Positive, Request, Seconds
 from lightning_asgd.ranges import are_in_order
 
 __all__ = ["UNKNOWN", "Epoch", "LeaseGrant", "LeaseHoldings", "LeaseRequest", "OpenEpoch"]
@@ -80,10 +80,10 @@ class LeaseHoldings:
 
     epoch: Epoch  # which one
     granted: tuple[tuple[int, int], ...]  # ranges of units, in the order in which they were granted
-    trained: int  # number of these units that it has trained
-    served: int  # the last sync interval in which it was granted units
+    trained: Count  # number of these units that it has trained
+    served: Count  # the last sync interval in which it was granted units
     ended: tuple[int, ...] = ()  # see `LeaseRequest`; all of the epoch that it has found
-    applied: int = 0  # number of these units whose updates, as far as it knows, every server has
+    applied: Count = 0  # number of these units whose updates, as far as it knows, every server has
     stopped: bool = False  # whether it requests no more
 
     @property
@@ -111,19 +111,19 @@ class LeaseRequest(Request):
 
     key: str  # which epoch
     segment: int  # number of sync intervals of the epoch that are over
-    trained: int  # units that the worker has trained in it since it began or rejoined
-    applied: int  # those of them whose updates the servers have
-    unit_s: float  # seconds that the worker needs for a unit; 0 if not known yet
-    rtt_s: float = 0.0  # seconds from request to reply
-    flush: float = 0.0  # seconds that its last push takes, after it has trained all that it was granted
+    trained: Count  # units that the worker has trained in it since it began or rejoined
+    applied: Count  # those of them whose updates the servers have
+    unit_s: Seconds  # seconds that the worker needs for a unit; 0 if not known yet
+    rtt_s: Seconds = 0.0  # seconds from request to reply
+    flush: Seconds = 0.0  # seconds that its last push takes, after it has trained all that it was granted
     wait: bool = False  # whether the reply is to be blocked until there is a unit for it, or the sync interval is over
     stop: bool = False  # whether it requests no more, and gives back the units that it has not trained
     halt: bool = False  # whether the others are to be granted no more of the epoch either
-    size: int = 1  # units of one of its optimizer steps
+    size: Positive = 1  # units of one of its optimizer steps
     opens: Epoch | None = None  # in a job, the epoch that the first request opens: see `OpenEpoch`
     ended: tuple[int, ...] = ()  # numbers from which on shards that it reads turned out to have no more samples
     returned: tuple[tuple[int, int], ...] = ()  # ranges that it holds and gives back untrained
-    begun: int = 0  # units that it holds, beyond whole steps, where shards end within a step
+    begun: Count = 0  # units that it holds, beyond whole steps, where shards end within a step
     # For each process that reads shards for it, in the order of their turns: one past the last unit it was granted.
     places: tuple[int, ...] = ()
 

@@ -1,12 +1,21 @@
-"""What every message of a worker to a server begins with."""
+"""What every message of a worker to a server begins with, and what its numbers can be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from lightning_asgd.process_name import this_process
 
-__all__ = ["Request"]
+__all__ = ["Amount", "Count", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
+
+# The least and the largest value, for `checked`; neither NaN nor infinity lies between them.
+Count = Annotated[int, (0, 1 << 62)]
+Positive = Annotated[int, (1, 1 << 62)]
+Amount = Annotated[float, (0, 2.0**53)]
+Seconds = Annotated[float, (0, 1e12)]
+PerSecond = Annotated[float, (0, 1e9)]
+LearningRate = Annotated[float, (-1e6, 1e6)]  # servers multiply with it
 
 
 @dataclass(frozen=True)

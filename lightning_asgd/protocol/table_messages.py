@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Count, LearningRate, Request
 
 __all__ = ["FetchRows", "LoadTable", "PushRows", "SaveTable", "ServedRows", "TableRequest", "TableSpec"]
 
@@ -63,9 +63,9 @@ class PushRows(TableRequest):
 
     numbers: Tensor  # shape `(k,)`, int64, ascending: of the rows, as this server counts its own
     gradients: Tensor  # shape `(k, width)`, float32
-    lr: float
+    lr: LearningRate
     client: int  # the sender's random number
-    seq: int  # number of this client's push, counted from 1; a server applies each number once
+    seq: Count  # number of this client's push, counted from 1; a server applies each number once
 
 
 @dataclass(frozen=True)

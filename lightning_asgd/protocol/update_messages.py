@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Groups
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Amount, Count, LearningRate, PerSecond, Request
 from lightning_asgd.stats import Verdict
 
 __all__ = [
@@ -76,7 +76,7 @@ class Rows:
 class Exchange(Request):
     """One push, one fetch, or a push with the fetch that answers it."""
 
-    seq: int  # number of this worker's push, counted from 1; a server applies each number once
+    seq: Count  # number of this worker's push, counted from 1; a server applies each number once
     base_version: int  # version of the shard that the update is based on
     push: bool  # whether an update is sent
     fetch: bool  # whether the weights are wanted back
@@ -84,9 +84,9 @@ class Exchange(Request):
     # if it is in the shared block.
     update: tuple[Any, ...] | None = None
     rows: tuple[Rows, ...] = ()  # the update of each group of tables, always by value
-    steps: int = 0  # optimizer steps in the update
-    lr: float = 0.0  # the worker's learning rate
-    speed: float = 0.0  # the worker's optimizer steps per second; 0 if it does not know yet
+    steps: Count = 0  # optimizer steps in the update
+    lr: LearningRate = 0.0  # the worker's learning rate
+    speed: PerSecond = 0.0  # the worker's optimizer steps per second; 0 if it does not know yet
     nsync: int = 0  # steps between two exchanges, as the user has set them
     may_wait: bool = False  # whether the reply may be blocked until the other workers have caught up
     rest: bool = False  # whether the worker stops at a sync point now, so that no worker waits for it
@@ -100,10 +100,10 @@ class Exchange(Request):
     # wanted that all take; None elsewhere. See `SyncPointCodec`.
     common: str | None = None
     epoch: str = ""  # the epoch that the worker claims units of; empty if it does not
-    units: int = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
+    units: Count = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
     # Samples of one of the worker's batches, or what a step of this push has trained in samples or tokens; 0 if it does
     # not know.
-    batch: float = 0.0
+    batch: Amount = 0.0
     # Of an island: the number of this exchange, whose update its processes send and whose weights they receive: see
     # `ExchangePart`. 0 for a worker of one process.
     island: int = 0

@@ -126,10 +126,7 @@ class GroupRules:
         return self.exact is not self.weights
 
     def _is_alone(self, push: Push) -> bool:
-        """Whether a worker that trains alone keeps what rounding removes where its update is added whole.
-
-        It pushes that again, so it must not be kept here, too. And the worker keeps the bits of a single device.
-        """
+        """Whether a worker that trains alone keeps what rounding removes: it pushes that again, and not the shard."""
         return push.live == 1 and self._algorithm.payload is Payload.DELTA
 
     def replaced(self) -> None:

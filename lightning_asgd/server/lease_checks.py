@@ -8,8 +8,6 @@ from lightning_asgd.ranges import are_in_order
 
 __all__ = ["check_epoch", "check_request"]
 
-_LONGEST_S = 1e7  # of a duration that a worker reports
-
 
 def check_epoch(epoch: Epoch, other: Epoch, worker: int) -> None:
     """Raise if a worker opens another epoch under the same key."""
@@ -34,12 +32,6 @@ def check_epoch(epoch: Epoch, other: Epoch, worker: int) -> None:
 
 def check_request(epoch: Epoch, request: LeaseRequest) -> None:
     """Raise unless a request can be one of this epoch."""
-    durations = request.unit_s, request.rtt_s, request.flush
-    if request.size < 1 or request.trained < 0 or not all(0 <= each < _LONGEST_S for each in durations):
-        raise ProtocolError(
-            f"Worker {request.worker} asks for units with size={request.size}, trained={request.trained} and "
-            f"durations of {durations} s. Expected at least 1, at least 0, and finite numbers from 0."
-        )
     if not all(are_in_order([each], epoch.numbers) for each in request.returned):
         raise ProtocolError(
             f"Worker {request.worker} returns units {request.returned} of epoch {epoch.key}. Expected ranges of its "

@@ -311,10 +311,7 @@ class LayerGradients(Synchronizer):
                     parameter.grad = None
 
     def _put(self, index: int, futures: list[Future[Any]], *, keeps_none: bool = False) -> None:
-        """Wait for the mean gradient of a layer's bundle, and put the layer's part into its parameters.
-
-        With ``keeps_none``, a parameter without a gradient gets none if the mean is zero.
-        """
+        """Put a layer's part of its bundle's mean gradient into its parameters; ``keeps_none``: no zeros for None."""
         bundle, offset = self._bundle_of[index], 0
         pieces = enumerate(futures, start=bundle.number)
         means = [self._connection.result(self._server(number), future) for number, future in pieces]

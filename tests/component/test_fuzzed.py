@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import random
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from lightning_asgd.protocol import (
     Policy,
     ReplayDone,
     ReplicaState,
+    Reply,
     Request,
     RunMetadata,
     Samples,
@@ -196,6 +198,39 @@ def test_weights_that_hold_units_of_no_epoch_are_refused(held: tuple[str, Any]) 
     answer = checked(Service(lambda: 0.0).handle)(StateReport("s", 0, (ReplicaState(0, 1, (), {}, *held),)))
     assert isinstance(answer, Failure)
     assert "A server was sent ReplicaState(" in answer.message
+
+
+PUSH = Exchange("s", 1, 1, 0, True, True, (torch.ones(2),), epoch="s/0", units=4)
+REQUEST = LeaseRequest("s", 1, EPOCH.key, 0, 0, 0, 0.1)
+NUMBERS: list[tuple[Request, dict[str, Any]]] = [
+    *((PUSH, {"lr": lr}) for lr in (math.nan, math.inf, 1e30)),
+    *((PUSH, {"speed": speed}) for speed in (math.inf, -1.0)),
+    *((PUSH, {name: -1}) for name in ("seq", "steps", "units", "batch")),
+    (PUSH, {"batch": math.nan}),
+    *((REQUEST, {name: -1}) for name in ("trained", "applied", "begun", "size", "unit_s", "flush")),
+    *((REQUEST, {name: math.inf}) for name in ("unit_s", "rtt_s", "flush")),
+    (REQUEST, {"size": 0}),
+    (Contribution("s", 1, 1, "barrier", "x"), {"timeout_s": math.nan}),
+    (Contribution("s", 1, 1, "barrier", "x"), {"seq": -1}),
+]
+
+
+@pytest.mark.parametrize(("message", "nonsense"), NUMBERS, ids=lambda each: str(each) if isinstance(each, dict) else "")
+def test_a_number_that_cannot_be_is_refused_by_its_name_and_changes_nothing(
+    message: Request, nonsense: dict[str, Any]
+) -> None:
+    service = Service(lambda: 0.0)
+    handle = checked(service.handle)
+    for rank in (0, 1):
+        handle(Join("s", rank, 2))
+        handle(InitShard("s", rank, GROUPS, ASGD(), (torch.zeros(2),) if rank == 0 else None))
+        handle(OpenEpoch("s", rank, EPOCH))
+    answer = handle(dataclasses.replace(message, **nonsense))
+    assert isinstance(answer, Failure), answer
+    ((name, value),) = nonsense.items()
+    assert f"A server was sent a {type(message).__name__} whose {name} is {value}. Expected " in answer.message
+    assert isinstance(handle(dataclasses.replace(PUSH, lr=0.1)), Reply)
+    assert handle(dataclasses.replace(REQUEST, worker=0)).ranges
 
 
 @pytest.mark.parametrize("segment", [-1, 2, 10**9])

@@ -770,17 +770,3 @@ def test_a_samplers_own_generator_begins_anew_in_every_epoch(wrapped: bool) -> N
     assert first[0] != first[1] != first[2]
     assert in_common_order(sampler(8), 3) != first[2]
     assert list(new) == list(sampler(7))  # outside, it continues where it was
-
-
-@pytest.mark.parametrize(
-    "nonsense",
-    [{"size": 0}, {"size": -1}, {"trained": -1}, {"unit_s": math.nan}, {"rtt_s": math.inf}, {"flush": -1.0}],
-    ids=str,
-)
-def test_a_request_that_makes_no_sense_is_rejected_and_changes_nothing(nonsense: dict[str, Any]) -> None:
-    leases = Leases(Epoch("0", 12, (12,)))
-    good = LeaseRequest("s", 0, "0", 0, 0, 0, 0.1)
-    with pytest.raises(ProtocolError, match="Worker 1 asks for units with size="):
-        leases.serve(replace(good, worker=1, **nonsense), 0.0)
-    ((_, grant),) = leases.serve(good, 0.0)
-    assert grant.ranges
