@@ -85,10 +85,8 @@ def _let_the_coordinator_reduce() -> None:
 
 
 def _reductions(metric: Any) -> dict[str, str]:
-    """How the coordinator reduces a metric's states, by name. All workers decide this by what they declare alike.
-
-    The dtype of a state is not such a thing: where a worker has no data, it may be another one.
-    """
+    """How the coordinator reduces a metric's states, by name. All workers decide this by what they declare alike."""
+    # The dtype of a state is not such a thing: where a worker has no data, it may be another one.
     data = torchmetrics().utilities.data
     known = {data.dim_zero_sum: "sum", data.dim_zero_mean: "mean", data.dim_zero_max: "max", data.dim_zero_min: "min"}
     return {

@@ -130,10 +130,8 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
 
 
 def _done(result: Any) -> Any:
-    """The work of a completed collective.
-
-    A subclass of torch's ``Work`` would not do: torch 2.6 waits for one in C++, and does not call its methods.
-    """
+    """The work of a completed collective."""
+    # A subclass of torch's ``Work`` would not do: torch 2.6 waits for one in C++, and does not call its methods.
     future: Any = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)

@@ -5,10 +5,15 @@ r"""Asynchronous SGD with weight deltas: the rule of the original paper, and the
 :math:`x_i` are worker *i*'s weights when it pushes, :math:`w_i` the server's weights it last fetched, and *s* the
 scale.
 
+The weights that answer a push of :math:`k` steps are :math:`w + (1 - s)\,(x_i - w_i) / k`: the others are taken to move
+as worker *i* did, for one step. It computes gradients there, and measures its next push from there.
+
 References:
     T. Paine, H. Jin, J. Yang, Z. Lin, T. Huang, "GPU Asynchronous Stochastic Gradient Descent to Speed Up Neural
     Network Training", 2013 (arXiv 1312.6186): ``s = 1``, every push is added in full.
     J. Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 (Downpour SGD client).
+    I. Hakimi, S. Barkai, M. Gabel, A. Schuster, "Taming Momentum in a Distributed Asynchronous Environment", 2019
+    (arXiv 1907.11612): the look-ahead of DANA-Zero, which takes it from the momenta of all workers.
 
 Departures:
     The papers add every push whole (``scale="sum"``), which multiplies the outer learning rate by the number of
@@ -63,6 +68,10 @@ class ASGD(Algorithm):
     def apply(self, weights: Tensor, update: Tensor, slots: dict[str, Any], push: Push) -> None:
         """See :class:`Algorithm`."""
         weights.add_(update, alpha=factor(self.scale, push))
+
+    def ahead(self, push: Push) -> float:
+        """See :class:`Algorithm`: what the other workers add during one step, if they move as the sender did."""
+        return (1 - factor("mean", push)) / push.steps if self.scale == "mean" and not self.transforms else 0.0
 
 
 def factor(scale: str | float, push: Push) -> float:

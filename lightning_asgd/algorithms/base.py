@@ -362,13 +362,10 @@ class Algorithm(Configurable):
         return 0
 
     def start(self, weights: Tensor) -> dict[str, Any]:
-        """Create the state that is kept per vector beside the weights.
+        """Create the state that is kept per vector beside the weights: tensors like these by name.
 
-        Args:
-            weights: first values, shape ``(n,)``; the same tensor that :meth:`apply` will be given.
-
-        Returns:
-            tensors like ``weights`` by name; anything if :attr:`per_tensor` or not :attr:`chunked`.
+        It is anything if :attr:`per_tensor` or not :attr:`chunked`. The ``weights``, of shape ``(n,)``, are the tensor
+        that :meth:`apply` will be given.
         """
         return {}
 
@@ -403,6 +400,10 @@ class Algorithm(Configurable):
 
     def gain(self, slots: dict[str, Any]) -> float:
         """By how much momentum lengthened the latest update, along itself; 0 if that is not known."""
+        return 0.0
+
+    def ahead(self, push: Push) -> float:
+        """What part of a push is added once more to the weights that answer it, and to these alone; 0 for none."""
         return 0.0
 
     @property

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_asgd.algorithms.asgd import ASGD
-from lightning_asgd.algorithms.base import Run
+from lightning_asgd.algorithms.base import Push, Run
 from lightning_asgd.algorithms.optimizer_checks import needs_nesterov
 from lightning_asgd.errors import ConfigurationError
 
@@ -42,3 +42,7 @@ class DANASlim(ASGD):
                 f"DANASlim was given nsync={run.nsync}. Expected nsync=1: it looks ahead by one step. "
                 "For several steps use ASGD."
             )
+
+    def ahead(self, push: Push) -> float:
+        """See :class:`Algorithm`: workers look ahead themselves."""
+        return 0.0

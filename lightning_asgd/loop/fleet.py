@@ -141,10 +141,8 @@ class Fleet:
             self._recovery = FailoverClient(self.client, self.collectives, synchronizer, part, self._job.successor)
 
     def _look_for_replacements(self, servers: list[int]) -> None:
-        """These do not answer, and the coordinator does: others may have replaced them, with their machine lost.
-
-        It is found out in a thread, so that heartbeats continue: the lease of a run's present host depends on them.
-        """
+        """These do not answer, and the coordinator does: others may have replaced them, with their machine lost."""
+        # It is found out in a thread, so that heartbeats continue: the lease of a run's present host depends on them.
         recovery, before = self._recovery, tuple(self.client.connection.replaced)
         if recovery is None or (self._looking is not None and self._looking.is_alive()):
             return

@@ -339,10 +339,8 @@ class CollectiveTable:
         return self._complete(seq, result, set(self.members.suspected) | self.members.catching_up)
 
     def _waits(self, operation: _Operation) -> bool:
-        """Whether an awaited worker has not called it.
-
-        Each of thousands of contributions asks this. So it looks for one such worker, and for all only where it must.
-        """
+        """Whether an awaited worker has not called it."""
+        # Each of thousands of contributions asks this. So it looks for one such worker, and for all only where it must.
         missing = operation.missing
         while missing:
             if missing[-1] not in operation.contributions and self._is_awaited(missing[-1]):

@@ -62,7 +62,7 @@ class GroupRules:
 
         ``backup`` are the weights in the latest reply to its worker.
         """
-        algorithm, pending = self._algorithm, self.pending
+        algorithm, pending, ahead = self._algorithm, self.pending, self._algorithm.ahead(push)
         by_tensor = algorithm.knows_tensors
         for part in self._tensors if by_tensor else self._parts:
             before(part.where)
@@ -87,7 +87,7 @@ class GroupRules:
             if algorithm.answer is Answer.FORCE:
                 pushed.copy_(u)  # nothing is done if it is the same tensor
             elif copy_back and algorithm.answer is Answer.WEIGHTS:
-                pushed.copy_(w)
+                torch.add(w, pushed, alpha=ahead, out=pushed) if ahead else pushed.copy_(w)
 
     def apply_gathered(self, weight: float, push: Push, before: Before) -> None:
         """Apply the mean of the aggregated pushes as one update. They weigh ``weight`` together."""

@@ -408,10 +408,8 @@ class Membership:
         return bool(silent)
 
     def _end_if_few(self, now: float) -> None:
-        """End the session if most workers fell silent at once: on their side of the network others may continue.
-
-        Before they can, so that a pause of all other machines ends nothing.
-        """
+        """End the session if most workers fell silent at once: on their side of the network others may continue."""
+        # Before they can, so that a pause of all other machines ends nothing.
         least_s = max(_MOST_LOST_S, 1.5 * self.policy.silence_s)
         lost = {w for w in self.suspected if least_s <= self.silent_s(w, now) < self.policy.elsewhere_s}
         heard = len(self.living) + len(self.catching_up)

@@ -399,10 +399,8 @@ class Service:
             complete_with(self._pending.take(message), self.handle(message))  # which may add it again
 
     def _separate(self, session: SessionState) -> None:
-        """Fail requests of workers that wait for each other, some in a collective and the rest for data.
-
-        After a server was lost, some may know that a segment is over, of which others train a part again.
-        """
+        """Fail requests of workers that wait for each other, some in a collective and the rest for data."""
+        # After a server was lost, some may know that a segment is over, of which others train a part again.
         collectives, claims = session.collectives, self._pending.of(LeaseRequest)
         past = collectives.at_odds({claim.worker for claim in claims}) if self.state.recovery.phase.begun else set()
         if past:

@@ -29,10 +29,8 @@ LARGEST_ENTRY = 1 << 16  # bytes; a server's last output is the longest thing th
 
 @functools.lru_cache(maxsize=8)
 def _stretched(secret: str) -> bytes:
-    """Slow to compute on purpose: a secret that people think of has less entropy than a key.
-
-    A guess takes 16 MiB and 0.05 s of CPU time, which every process of a job spends once.
-    """
+    """Slow to compute on purpose: a secret that people think of has less entropy than a key."""
+    # A guess takes 16 MiB and 0.05 s of CPU time, which every process of a job spends once.
     return hashlib.scrypt(secret.encode(), salt=b"lightning-asgd", n=1 << 14, r=8, p=1, dklen=32)
 
 

@@ -320,12 +320,28 @@ def test_steps_taken_during_an_exchange_are_kept_and_pushed_next() -> None:
     assert worker.exchanger.versions == [3]
 
 
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
+def test_a_worker_is_one_step_of_the_others_ahead_and_pushes_what_it_trains(shared: bool) -> None:
+    cluster = Cluster(workers=2)
+    worker, other = (Worker(cluster, rank, nsync=2, overlap=False, shared=shared) for rank in range(2))
+    for _ in range(2):
+        worker.step(1.0)
+    assert bits(worker.w) == bits(torch.full((4,), 1.0 + 0.5))  # half of two steps, and half a step
+    worker.train(1.0)
+    run(worker.exchanger.flush())
+    run(other.exchanger.fetch())
+    assert bits(other.w) == bits(torch.full((4,), 1.5))  # half of three
+    run(worker.exchanger.fetch())
+    assert bits(worker.w) == bits(other.w)
+    cluster.close()
+
+
 def test_without_overlap_the_answer_is_taken_as_it_is() -> None:
     cluster = Cluster(workers=2)
     worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
     someone_else_pushes(cluster, 8.0)
     worker.step(1.0)
-    assert worker.w.tolist() == [4.5] * 4
+    assert worker.w.tolist() == [4.0 + 0.5 + 0.5] * 4  # half of both pushes, and what the other one adds in a step
 
 
 def test_an_answer_that_comes_before_the_next_step_is_taken_as_it_is() -> None:
@@ -937,9 +953,9 @@ def test_catching_up_twice_before_the_answer_is_merged_finds_the_same() -> None:
     worker = Worker(Cluster(1, 2), nsync=1, compression="bf16")
     worker.step(0.25)
     weights = worker.exchanger.catch_up()["w"]
-    assert weights.tolist() == worker.exchanger.catch_up()["w"].tolist() == [0.125] * 4
+    assert weights.tolist() == worker.exchanger.catch_up()["w"].tolist() == [0.125 + 0.125] * 4
     run(worker.exchanger.advance())
-    assert worker.w.tolist() == [0.125] * 4
+    assert worker.w.tolist() == [0.125 + 0.125] * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -1049,10 +1065,10 @@ def test_workers_who_leave_are_left_out_of_the_mean() -> None:
     cluster = Cluster(1, 2)
     worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
     worker.step(4.0)
-    assert worker.w.tolist() == [2.0] * 4
+    assert worker.exchanger.peek()["w"].tolist() == [2.0] * 4
     cluster.services[0].handle(Leave(SESSION, 1, "killed"))
     worker.step(4.0)
-    assert worker.w.tolist() == [6.0] * 4
+    assert worker.w.tolist() == worker.exchanger.peek()["w"].tolist() == [6.0] * 4
 
 
 # ---------------------------------------------------------------------- compression

@@ -3,13 +3,23 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.algorithms import ASGD, EASGD, Algorithm, DelayCompensation, Downpour, GapAware, StaleSynchronous
+from lightning_asgd.algorithms import (
+    ASGD,
+    EASGD,
+    Algorithm,
+    DANASlim,
+    DelayCompensation,
+    Downpour,
+    GapAware,
+    StaleSynchronous,
+)
 from lightning_asgd.algorithms.base import Push, Table
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.server.group_rules import GroupRules
@@ -42,6 +52,23 @@ def test_docstring_tells_state_staleness_and_sources() -> None:
 def test_parameters_are_moved_by_the_scaled_update(scale: str | float, live: int, factor: float) -> None:
     w, u = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 8.0])
     assert torch.equal(apply(ASGD(scale), w, u, live), w + factor * u)
+
+
+@pytest.mark.parametrize(
+    ("rule", "about", "expected"),
+    [
+        (ASGD(), {"live": 2}, 0.5),
+        (ASGD(), {"live": 4, "steps": 3}, 0.25),
+        (ASGD(), {"live": 2, "weight": 0.5}, 0.75),
+        (ASGD(), {"live": 1, "steps": 3}, 0.0),
+        (ASGD("sum"), {"live": 2}, 0.0),
+        (ASGD(transforms=[GapAware()]), {"live": 2}, 0.0),
+        (DANASlim("mean"), {"live": 2}, 0.0),
+    ],
+    ids=str,
+)
+def test_a_reply_is_ahead_by_what_others_add_in_a_step(rule: Algorithm, about: dict[str, Any], expected: float) -> None:
+    assert rule.ahead(Push(**about)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
