@@ -206,7 +206,7 @@ NUMBERS: list[tuple[Request, dict[str, Any]]] = [
     *((PUSH, {"lr": lr}) for lr in (math.nan, math.inf, 1e30)),
     *((PUSH, {"speed": speed}) for speed in (math.inf, -1.0)),
     *((PUSH, {name: -1}) for name in ("seq", "steps", "units", "batch")),
-    (PUSH, {"batch": math.nan}),
+    *((PUSH, {"batch": batch}) for batch in (math.nan, 1e300)),
     *((REQUEST, {name: -1}) for name in ("trained", "applied", "begun", "size", "unit_s", "flush")),
     *((REQUEST, {name: math.inf}) for name in ("unit_s", "rtt_s", "flush")),
     (REQUEST, {"size": 0}),

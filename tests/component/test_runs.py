@@ -204,8 +204,8 @@ def test_a_silent_chief_is_followed_by_another() -> None:
 
 
 def pushed(service: Service, worker: int, seq: int, batch: int = 0) -> list[float]:
-    push = Exchange("s", worker, seq, 0, True, True, (torch.full((3,), 4.0),), batch=batch)
-    return list(service.handle(push).weights[0].tolist())
+    service.handle(Exchange("s", worker, seq, 0, True, False, (torch.full((3,), 4.0),), batch=batch))
+    return list(service.handle(Exchange("s", worker, 0, 0, False, True)).weights[0].tolist())
 
 
 def test_a_push_counts_as_one_of_those_who_train() -> None:

@@ -362,10 +362,12 @@ def test_weights_are_filled_once_and_versions_count_on() -> None:
 
 def test_the_mean_is_over_the_living() -> None:
     s = service(workers=4)
-    assert s.handle(push(1, 4.0)).weights[0].tolist() == [1.0] * 3
+    assert s.handle(push(1, 4.0)).weights[0].tolist() == [1.0 + 3.0] * 3  # a step of the three others ahead
+    assert s.handle(fetch()).weights[0].tolist() == [1.0] * 3
     s.handle(Leave("s", 3, "killed"))
     s.handle(Leave("s", 2))
-    assert s.handle(push(2, 4.0)).weights[0].tolist() == [3.0] * 3
+    s.handle(push(2, 4.0))
+    assert s.handle(fetch()).weights[0].tolist() == [3.0] * 3
     assert summary(s)["living"] == [0, 1]
 
 
