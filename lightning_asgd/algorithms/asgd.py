@@ -31,10 +31,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Push
+from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["ASGD", "factor", "parse_scale"]
+__all__ = ["ASGD", "factor", "leaves_pushes", "parse_scale"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,14 @@ class ASGD(Algorithm):
 
     def ahead(self, push: Push) -> float:
         """See :class:`Algorithm`: what the other workers add during one step, if they move as the sender did."""
-        return (1 - factor("mean", push)) / push.steps if self.scale == "mean" and not self.transforms else 0.0
+        plain = type(self).apply is ASGD.apply and self.scale == "mean" and all(map(leaves_pushes, self.transforms))
+        return (1 - factor("mean", push)) / push.steps if plain else 0.0
+
+
+def leaves_pushes(transform: Transform) -> bool:
+    """Whether a transform scales, changes, drops and aggregates no push, but decides when workers exchange."""
+    kind = type(transform)
+    return not kind.gathers and kind.weigh is Transform.weigh and kind.change is Transform.change
 
 
 def factor(scale: str | float, push: Push) -> float:

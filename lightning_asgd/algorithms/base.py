@@ -403,7 +403,7 @@ class Algorithm(Configurable):
         return 0.0
 
     def ahead(self, push: Push) -> float:
-        """What part of a push is added once more to the weights that answer it, and to these alone; 0 for none."""
+        """What part of a push is added to the weights that answer it. :meth:`apply` must not change the update then."""
         return 0.0
 
     @property

@@ -47,6 +47,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_asgd.algorithms.asgd import leaves_pushes
 from lightning_asgd.algorithms.base import Algorithm, Push, Run, Transform
 from lightning_asgd.algorithms.elastic import EASGD
 from lightning_asgd.errors import ConfigurationError
@@ -70,8 +71,7 @@ class _Collects(Algorithm):
         whole(f"{name}(thin)", self.thin, 1)
         whole(f"{name}(max_samples)", self.max_samples, 1)
         for transform in self.transforms:
-            kind = type(transform) if isinstance(transform, Transform) else Transform
-            if kind.gathers or kind.weigh is not Transform.weigh or kind.change is not Transform.change:
+            if isinstance(transform, Transform) and not leaves_pushes(transform):
                 raise ConfigurationError(
                     f"{type(transform).__name__} cannot be used with {name}: it scales, changes, drops or averages "
                     "pushes and with them the noise, so the spread of the samples would be wrong. Expected transforms "

@@ -297,10 +297,8 @@ class TrainingJob:
         return _transport
 
     def _may_be_refused_s(self, addresses: Sequence[str]) -> float:
-        """For how long a machine may refuse connections before its process is taken for lost.
-
-        Zero, except at the end of a tunnel, which may be restarted, and in an elastic run with one host, which may be.
-        """
+        """For how long a machine may refuse connections before its process is taken for lost."""
+        # Zero but at the end of a tunnel, which may be restarted, and in an elastic run with one host.
         way = ServerAddress.of(addresses[0]) if addresses[0].startswith("tcp://") else None
         tunnel = way is not None and way.number > 0 and is_loopback(way.host)  # the servers are on another machine
         if tunnel and self.hosts is not None:

@@ -386,10 +386,8 @@ def _listener(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _greets(connection: socket.socket, wait_s: float) -> bool:
-    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed.
-
-    Raises a ``RuntimeError`` if it has begun with something else: torch's store waits for the client.
-    """
+    """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed."""
+    # It raises a ``RuntimeError`` if that has begun with something else: torch's store waits for the client.
     connection.settimeout(wait_s)
     try:
         begun = connection.recv(1, socket.MSG_PEEK)

@@ -54,6 +54,13 @@ def test_parameters_are_moved_by_the_scaled_update(scale: str | float, live: int
     assert torch.equal(apply(ASGD(scale), w, u, live), w + factor * u)
 
 
+class Whole(ASGD):
+    """A user's rule."""
+
+    def apply(self, weights: torch.Tensor, update: torch.Tensor, slots: dict[str, Any], push: Push) -> None:
+        weights.add_(update.mul_(push.live))
+
+
 @pytest.mark.parametrize(
     ("rule", "about", "expected"),
     [
@@ -63,6 +70,8 @@ def test_parameters_are_moved_by_the_scaled_update(scale: str | float, live: int
         (ASGD(), {"live": 1, "steps": 3}, 0.0),
         (ASGD("sum"), {"live": 2}, 0.0),
         (ASGD(transforms=[GapAware()]), {"live": 2}, 0.0),
+        (ASGD(transforms=[StaleSynchronous(4)]), {"live": 2}, 0.5),
+        (Whole(), {"live": 2}, 0.0),
         (DANASlim("mean"), {"live": 2}, 0.0),
     ],
     ids=str,
