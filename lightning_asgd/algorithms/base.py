@@ -21,10 +21,9 @@ from lightning_asgd.compression.vector_code import Compression
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import Configurable
 
-__all__ = ["Algorithm", "Answer", "Payload", "Push", "Run", "SampleShares", "Table", "Transform"]
+__all__ = ["MAX_BATCH", "Algorithm", "Answer", "Payload", "Push", "Run", "SampleShares", "Table", "Transform"]
 
-"""Samples or tokens that no step trains."""
-
+MAX_BATCH = 2.0**53  # samples or tokens that no step trains
 _ONE = 1 << 52  # sums of sizes are whole numbers of this part: exact for any from 1 on, whatever their order
 
 
@@ -408,7 +407,7 @@ class Algorithm(Configurable):
 
     @property
     def leaves_weights(self) -> bool:
-        """Whether a reply is the shard's weights, so that the workers' copies can restore a lost shard."""
+        """Whether a reply is the shard's weights, or :meth:`ahead` of them: it can restore a lost shard."""
         plain = self.payload in (Payload.DELTA, Payload.GRADIENT) and self.answer is Answer.WEIGHTS
         return plain and not self.waits and not any(t.gathers for t in self.transforms)
 

@@ -81,7 +81,7 @@ class LeaseHoldings:
     epoch: Epoch  # which one
     granted: tuple[tuple[int, int], ...]  # ranges of units, in the order in which they were granted
     trained: Count  # number of these units that it has trained
-    served: Count  # the last sync interval in which it was granted units
+    served: int  # the last sync interval in which it was granted units; -1 before it was
     ended: tuple[int, ...] = ()  # see `LeaseRequest`; all of the epoch that it has found
     applied: Count = 0  # number of these units whose updates, as far as it knows, every server has
     stopped: bool = False  # whether it requests no more

@@ -7,14 +7,13 @@ from typing import Annotated
 
 from lightning_asgd.process_name import this_process
 
-__all__ = ["Amount", "Count", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
+__all__ = ["Count", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
 
 # The least and the largest value, for `checked`; neither NaN nor infinity lies between them.
 Count = Annotated[int, (0, 1 << 62)]
 Positive = Annotated[int, (1, 1 << 62)]
-Amount = Annotated[float, (0, 2.0**53)]
 Seconds = Annotated[float, (0, 1e12)]
-PerSecond = Annotated[float, (0, 1e9)]
+PerSecond = Annotated[float, (0, 1e12)]
 LearningRate = Annotated[float, (-1e6, 1e6)]  # servers multiply with it
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Groups
-from lightning_asgd.protocol.request import Amount, Count, LearningRate, PerSecond, Request
+from lightning_asgd.protocol.request import Count, LearningRate, PerSecond, Request
 from lightning_asgd.stats import Verdict
 
 __all__ = [
@@ -103,7 +103,7 @@ class Exchange(Request):
     units: Count = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
     # Samples of one of the worker's batches, or what a step of this push has trained in samples or tokens; 0 if it does
     # not know.
-    batch: Amount = 0.0
+    batch: float = 0.0
     # Of an island: the number of this exchange, whose update its processes send and whose weights they receive: see
     # `ExchangePart`. 0 for a worker of one process.
     island: int = 0

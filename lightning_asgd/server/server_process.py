@@ -149,8 +149,7 @@ def run_server(argv: list[str] | None = None) -> int:
         os.write(sys.stderr.fileno(), (_SHUT if server.answers() else _MUTE).encode())
     if shut or (settings.run and not stopped):  # as if it was killed: workers get their replies from a replacement
         os._exit(1)
-    server.close()  # first: workers wait for a replacement, and an answer that this one has ended would end them
-    service.close()
+    server.close()  # without an answer to those that wait: they wait for a replacement, and an error would end them
     return UNWRITTEN if writer is not None and writer.error and settings.run else 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Push, SampleShares, Table, Transform
+from lightning_asgd.algorithms.base import MAX_BATCH, Algorithm, Answer, Push, SampleShares, Table, Transform
 from lightning_asgd.errors import ProtocolError, WorkerLostError
 from lightning_asgd.layout import Groups, check_form, dense
 from lightning_asgd.numerics import MAX_UPDATE, is_small_enough
@@ -237,7 +237,7 @@ class Shard:
             )
         table, worker, asked, tables = self.table, message.worker, _Asked(message, buffer), self._tables
         table.now = max(table.now, now)
-        if message.batch:
+        if 0 < message.batch < MAX_BATCH:
             table.batches[worker] = message.batch
             self._count(worker)
         if tables:
@@ -338,7 +338,7 @@ class Shard:
 
     def _weigh(self, gatherer: Transform, message: Exchange) -> float:
         """The weight of a push among those that are aggregated; the first one's is 1."""
-        share = gatherer.share(message.batch, max(message.steps, 1)) if message.batch else 0.0
+        share = gatherer.share(message.batch, max(message.steps, 1)) if 0 < message.batch < MAX_BATCH else 0.0
         if not self.table.count:
             self._first = share
         return share / self._first if min(share, self._first) > 0 else 1.0

@@ -88,6 +88,7 @@ class ZmqServer(Loop):
             self._wake.close()
             self._bell.close()
             raise OSError(error.errno, error.strerror) from error
+        self._place = self.address.removeprefix("tcp://")  # also if a gateway listens there instead, later
         self.poller.register(self._socket, zmq.POLLIN)
         self.poller.register(self._failures, zmq.POLLIN)
         self._threads: list[bool] = []  # one for each of the pool that runs
@@ -128,8 +129,7 @@ class ZmqServer(Loop):
     def tick(self, ready: dict[Any, int]) -> None:
         """See :class:`Loop`."""
         if self._failures in ready and recv_monitor_message(self._failures)["value"] == _UNREADABLE:
-            refused_at = self.address.removeprefix("tcp://")
-            log.warning("A process was refused at %s: it has another LIGHTNING_ASGD_SECRET, or none.", refused_at)
+            log.warning("A process was refused at %s: it has another LIGHTNING_ASGD_SECRET, or none.", self._place)
             self._stop_monitor()  # one line is enough
         if self._socket not in ready:
             return

@@ -42,6 +42,7 @@ from lightning_asgd.protocol import (
     codec,
 )
 from lightning_asgd.protocol.field_types import checked
+from lightning_asgd.server.lease_totals import WorkerLeases
 from lightning_asgd.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
@@ -193,6 +194,15 @@ def test_a_report_of_units_that_are_none_is_refused(part: LeaseHoldings) -> None
     assert "Expected ranges of the epoch's units" in answer.message
 
 
+def test_a_worker_that_was_granted_nothing_yet_may_report() -> None:
+    service = Service(lambda: 0.0)
+    checked(service.handle)(Join("s", 0, 1))
+    part = LeaseHoldings(EPOCH, (), 0, WorkerLeases().served)
+    answer = checked(service.handle)(StateReport("s", 0, (), part=part))
+    assert isinstance(answer, Failure)
+    assert "away while a server was restored" in answer.message
+
+
 @pytest.mark.parametrize("held", [("s", ()), ("s/0", ((4, 2),)), ("s/0", ((0, 3), (2, 4)))], ids=str)
 def test_weights_that_hold_units_of_no_epoch_are_refused(held: tuple[str, Any]) -> None:
     answer = checked(Service(lambda: 0.0).handle)(StateReport("s", 0, (ReplicaState(0, 1, (), {}, *held),)))
@@ -205,8 +215,7 @@ REQUEST = LeaseRequest("s", 1, EPOCH.key, 0, 0, 0, 0.1)
 NUMBERS: list[tuple[Request, dict[str, Any]]] = [
     *((PUSH, {"lr": lr}) for lr in (math.nan, math.inf, 1e30)),
     *((PUSH, {"speed": speed}) for speed in (math.inf, -1.0)),
-    *((PUSH, {name: -1}) for name in ("seq", "steps", "units", "batch")),
-    *((PUSH, {"batch": batch}) for batch in (math.nan, 1e300)),
+    *((PUSH, {name: -1}) for name in ("seq", "steps", "units")),
     *((REQUEST, {name: -1}) for name in ("trained", "applied", "begun", "size", "unit_s", "flush")),
     *((REQUEST, {name: math.inf}) for name in ("unit_s", "rtt_s", "flush")),
     (REQUEST, {"size": 0}),

@@ -361,6 +361,13 @@ def test_a_restored_shard_does_not_count_who_has_left_meanwhile(same_set: bool) 
     assert all(map(torch.equal, shard.weights, expected.weights))
 
 
+def test_a_batch_size_that_no_step_has_is_ignored() -> None:
+    shard = new_shard()
+    reply = exchange(shard, replace(message(), batch=1e300), tensors(1), live=2)
+    assert reply.verdict is Verdict.APPLIED
+    assert not shard.table.batches
+
+
 # ---------------------------------------------------------------------- rounds of an elastic run
 
 
