@@ -72,7 +72,7 @@ def unattached(extension: Any) -> Any:
 
 @functools.cache
 def _as_checked(tree: Tree, extension: Any) -> Any:
-    """What a tree's Trainers see of a strategy while they check their arguments: one that is not of the DDP family."""
+    """The class of a strategy while a tree's Trainers check their arguments: it does not belong to the DDP family."""
     # On MPS they refuse that family outright; see :func:`_check_supports`.
     seen = types.new_class(extension.__name__, (Unattached, StrategyExtension))
     tree.Strategy.register(seen)

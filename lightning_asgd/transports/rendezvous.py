@@ -362,7 +362,8 @@ def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found
         if not isinstance(error, RuntimeError):
             raise
         if secret is None:
-            raise _final(f"{there} {SECRET_ENV} is not set for this one. Expected the same on all machines.") from error
+            text = f"{there} {SECRET_ENV} is not set for this one. Expected the same secret on all machines."
+            raise _final(text) from error
         text = f"{there} no connection to it could be made: {error}."
         raise (_final(text) if isinstance(error, SecretError) else LaunchError(text)) from error
     return store

@@ -155,7 +155,8 @@ class LayerGradients(Synchronizer):
             waiting.append(step)
             self._step += 1
             due = waiting.popleft() if len(waiting) > self._delay else _Step(optimizer, bundles)
-            by_parameter = type(optimizer).__module__.startswith("torch.optim.")  # as far as is known
+            # torch's own optimizers treat every parameter by itself, except LBFGS. Others may not.
+            by_parameter = type(optimizer).__module__.startswith("torch.optim.")
             self._use(due, may_be_late=by_parameter and not isinstance(optimizer, torch.optim.LBFGS))
             self._late_steps.prepare(optimizer)
             return output

@@ -218,7 +218,7 @@ NUMBERS: list[tuple[Request, dict[str, Any]]] = [
     *((PUSH, {name: -1}) for name in ("seq", "steps", "units")),
     *((REQUEST, {name: -1}) for name in ("trained", "applied", "begun", "size", "unit_s", "flush")),
     *((REQUEST, {name: math.inf}) for name in ("unit_s", "rtt_s", "flush")),
-    (REQUEST, {"size": 0}),
+    *((REQUEST, about) for about in ({"size": 0}, {"unit_s": math.nan})),
     (Contribution("s", 1, 1, "barrier", "x"), {"timeout_s": math.nan}),
     (Contribution("s", 1, 1, "barrier", "x"), {"seq": -1}),
 ]

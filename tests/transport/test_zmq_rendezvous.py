@@ -147,34 +147,32 @@ def test_a_process_without_a_secret_is_told_of_where_it_was_refused(
     assert "it has another LIGHTNING_ASGD_SECRET, or none." in caplog.text
 
 
-@pytest.mark.parametrize("secret", ["", "another secret than the job's"])
-def test_a_worker_that_has_not_the_secret_does_not_try_again(
-    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, secret: str
-) -> None:
-    """Its machine is one of several: another one might host the servers, so other errors are tried again for long."""
+@pytest.fixture(params=["", "another secret than the job's"])
+def without_the_secret(main: Rendezvous, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """After the main process has begun, this one has no secret, or another one."""
     monkeypatch.delenv(SECRET_ENV)
-    if secret:
-        monkeypatch.setenv(SECRET_ENV, secret)
+    if request.param:
+        monkeypatch.setenv(SECRET_ENV, request.param)
+
+
+@pytest.mark.usefixtures("without_the_secret")
+def test_a_worker_that_has_not_the_secret_does_not_try_again(main: Rendezvous) -> None:
+    """Its machine is one of several: another one might host the servers, so other errors are tried again for long."""
     job = TrainingJob(1, 60.0)
     job.hosts = cast(Any, SimpleNamespace(locate=lambda *_: main.address))
     begun = time.monotonic()
-    with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
+    with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
         job._reach_host()
     assert time.monotonic() - begun < 20.0
 
 
-@pytest.mark.parametrize("secret", ["", "another secret than the run's"])
-def test_a_worker_of_a_run_with_several_hosts_that_has_not_the_secret_does_not_look_on(
-    main: Rendezvous, monkeypatch: pytest.MonkeyPatch, secret: str
-) -> None:
-    monkeypatch.delenv(SECRET_ENV)
-    if secret:
-        monkeypatch.setenv(SECRET_ENV, secret)
+@pytest.mark.usefixtures("without_the_secret")
+def test_a_worker_of_a_run_with_several_hosts_that_has_not_the_secret_does_not_look_on(main: Rendezvous) -> None:
     with socket.create_server((LOOPBACK, 0)) as silent:  # a host that does not answer could be back in time
         begun = time.monotonic()
-        with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
+        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
             RunFinder([main.address, silent.getsockname()]).find(60.0)
-        with pytest.raises(LaunchError, match=r"xpected the same (LIGHTNING_ASGD_SECRET )?on all machines"):
+        with pytest.raises(LaunchError, match=r"xpected the same (secret|LIGHTNING_ASGD_SECRET) on all machines"):
             _entry("r", "zmq", 1, (LOOPBACK, 1), main.address, LEASE_S, [])
         assert time.monotonic() - begun < 20.0
 
