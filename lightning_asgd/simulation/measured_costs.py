@@ -69,9 +69,13 @@ def measure(workers: Sequence[int] = WORKERS) -> Calibration:
 
 def _with_transport(costs: ServerCosts, message_s: float, exchange_s: float, gbyte_s: float) -> ServerCosts:
     """Costs of the service, with what a transport adds to a small message and to an exchange."""
-    claim_s, beat_s, contribution_s = (s + message_s for s in (costs.claim_s, costs.beat_s, costs.contribution_s))
-    about = {"beat_s": beat_s, "contribution_s": contribution_s, "gbyte_s": gbyte_s}
-    return ServerCosts(claim_s=claim_s, exchange_s=costs.exchange_s + exchange_s, **about)
+    return ServerCosts(
+        claim_s=costs.claim_s + message_s,
+        exchange_s=costs.exchange_s + exchange_s,
+        beat_s=costs.beat_s + message_s,
+        contribution_s=costs.contribution_s + message_s,
+        gbyte_s=gbyte_s,
+    )
 
 
 # ---------------------------------------------------------------------- the service, with many workers
