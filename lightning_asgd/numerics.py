@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,10 +45,13 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value, in one pass over memory; NaN if an element is, 0 if there is none or none is real."""
-    if not tensor.dtype.is_floating_point or not tensor.numel():
+    """The largest absolute value of real and imaginary parts, in one pass over memory; NaN if an element is.
+
+    It is 0 for no elements, and for whole numbers.
+    """
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or not tensor.numel():
         return 0.0
-    least, most = torch.aminmax(tensor)
+    least, most = torch.aminmax(torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor)
     return float(torch.maximum(-least, most))
 
 
@@ -84,11 +86,12 @@ def inner_product(one: Tensor, other: Tensor) -> float:
 
 
 def is_small_enough(update: Tensor, weights: Tensor) -> bool:
-    """Whether an update of weights is finite, and not larger by orders of magnitude than training can make it."""
-    if not update.dtype.is_floating_point:
-        return is_finite(update)
+    """Whether an update is not larger by orders of magnitude than training can make it, and leaves weights finite."""
     size = largest(update)
-    return size <= MAX_UPDATE or size <= MAX_UPDATE * largest(weights) < math.inf
+    if size <= 1.0:
+        return True  # the usual case, without a pass over the weights
+    most = largest(weights)
+    return size <= MAX_UPDATE * max(most, 1.0) and size + most <= torch.finfo(weights.dtype).max
 
 
 def is_within_bounds(tensor: Tensor) -> bool:
@@ -96,8 +99,8 @@ def is_within_bounds(tensor: Tensor) -> bool:
 
     From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
     """
-    if tensor.dtype.is_complex:
-        return False
+    if tensor.dtype.is_complex or tensor.dtype is torch.float16:
+        return False  # half precision ends far below this bound
     return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= MAX_UPDATE**2
 
 

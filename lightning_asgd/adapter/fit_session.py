@@ -56,20 +56,8 @@ __all__ = ["FitSession"]
 class FitSession(Participation):
     """One fit of one worker, from the strategy's set-up to its teardown. All workers create theirs together.
 
-    Args:
-        trainer: the Trainer; its module is on its device.
-        membership: the worker's membership; it has joined.
-        config: when and how to exchange.
-        resume: what to resume from.
-        split: every worker is to have its own part of the data.
-
-    Attributes:
-        synchronizer: shares the worker's weights.
-        samples: what the servers have collected of the weights, on worker 0 at the end.
-
-    Raises:
-        ConfigurationError: the module has no trainable parameter, or one without a shape yet.
-        LayoutMismatchError: the workers' modules differ.
+    With ``split`` every worker is to have its own part of the data. Raises a ``ConfigurationError`` if the module has
+    no trainable parameter, or one without a shape yet, and a ``LayoutMismatchError`` if the workers' modules differ.
     """
 
     def __init__(

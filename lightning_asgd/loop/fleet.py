@@ -44,17 +44,8 @@ _REFUSALS = ConfigurationError, LayoutMismatchError, ProtocolError  # of a worke
 class Fleet:
     """One worker's membership in one session, from the strategy's set-up to its teardown.
 
-    Args:
-        job: where the servers are.
-        config: how the worker exchanges.
-        policy: what happens to the session when workers fail.
-        board: the metrics of this worker and of the others.
-        shell: the program around it.
-        alone: whether there is no other worker, and none will join.
-
-    Attributes:
-        client: the session's client; replaced when the worker rejoins, or with a new layout.
-        collectives: collectives of all workers; replaced likewise.
+    It is ``alone`` if there is no other worker, and none will join. ``client`` and ``collectives`` are replaced when
+    the worker rejoins, or with a new layout.
     """
 
     comes_and_goes = False

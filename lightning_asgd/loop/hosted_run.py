@@ -32,16 +32,8 @@ _COMMAND = "from lightning_asgd.cli.command_line import main; raise SystemExit(m
 class HostedRun:
     """The run of one call of a Trainer. The job's main process starts ``lightning-asgd serve`` for it.
 
-    Args:
-        num_servers: processes that share the weights.
-        transport: as the program asked for it.
-        start_timeout_s: seconds to wait for the main process and for the servers.
-        patience_s: seconds to wait for an island that prepares its data.
-
-    Attributes:
-        fits: whether the next call trains. Set before :meth:`begin`: else nothing is started.
-        is_main: whether this process hosts the run.
-        transport: how messages are sent, once a call has begun.
+    ``patience_s`` is how long to wait for an island that prepares its data. ``fits``, whether the next call trains, is
+    set before :meth:`begin`: else nothing is started.
     """
 
     def __init__(self, num_servers: int, transport: str, start_timeout_s: float, patience_s: float) -> None:

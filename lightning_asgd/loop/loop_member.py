@@ -28,18 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LoopMember:
-    """One worker, from joining to leaving.
-
-    Args:
-        options: the program's.
-        job: where the servers are; of a job, it has begun.
-        shell: the program.
-        interruptions: Ctrl-C and SIGTERM of this process.
-
-    Attributes:
-        membership: in the job or the run, once it has joined.
-        session: what it trains, once that has begun.
-    """
+    """One worker, from joining to leaving. A job has begun before; a run is joined."""
 
     def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell, interruptions: Interruptions) -> None:
         self._options, self._job, self._shell, self._interruptions = options, job, shell, interruptions

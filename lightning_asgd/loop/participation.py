@@ -51,18 +51,15 @@ log = logging.getLogger(__name__)
 
 
 class Participation(Live):
-    """One worker's part in training a module. All workers of a job create theirs together.
+    """One worker's part in training a module. All workers of a job create theirs together, once they have joined.
 
     Args:
         module: what is trained, on its device.
-        membership: the worker's membership; it has joined.
-        config: when and how to exchange.
         units: what counts where batches differ in size.
         measure: whether the distance to the servers is measured now and then.
         late_steps: see :class:`Training`.
 
     Attributes:
-        synchronizer: shares the worker's weights, once :meth:`_set_up` was called.
         samples: what the servers have collected of the weights, on worker 0 at the end.
         tables: those of the module that lie on the servers.
     """

@@ -64,17 +64,10 @@ class _Vote:
 
 
 class RunHost:
-    """One host. It begins as the present host, or stands by.
+    """One host, and the entry that it publishes. It begins as the present host, or stands by.
 
-    Args:
-        entry: what it publishes first.
-        now: seconds.
-
-    Attributes:
-        entry: what it publishes now.
-        rival: the host that is to be asked to stop.
-        rival_term: its term.
-        silent_s: as a standby host: seconds since the present host was last known to serve.
+    ``rival`` is the host that is to be asked to stop, ``rival_term`` its term. ``silent_s`` are the seconds since a
+    standby host last knew the present one to serve.
     """
 
     def __init__(self, entry: HostEntry, now: float) -> None:

@@ -40,6 +40,8 @@ _CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
 _RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON has the same: a look at each would take long
 _MANY = 64  # whole numbers from which on their bytes are sent
+_LARGEST = 1 << 62  # size of a tensor, and whole number as a key: hashes of larger ones are equal if a peer wants it
+_DIMENSIONS = 64
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
 
@@ -86,6 +88,8 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
         if type(value) is kind:
             items: Any = value
             kinds = set(map(type, items))
+            if letter in "SF":
+                _keys(list(items))
             if kinds <= _PLAIN:
                 return [letter, list(items)]
             if kind is tuple and kinds == {tuple} and set(map(len, items)) == {2}:  # such as ranges, of which are many
@@ -94,6 +98,7 @@ def _encode(value: Any, buffers: list[Buffer], depth: int = 0) -> Any:
                     return ["P", _together(plain, kinds, buffers)]
             return [letter, [_encode(item, buffers, depth + 1) for item in items]]
     if type(value) is dict:
+        _keys(list(value))
         plain = list(chain.from_iterable(value.items()))
         if (kinds := set(map(type, plain))) <= _PLAIN:
             return ["M", _together(plain, kinds, buffers)]
@@ -167,16 +172,32 @@ def _decode(value: Any, left: dict[int, Buffer], depth: int) -> Any:
 
     letter, *rest = value
     if letter in _CONTAINERS:
-        return _CONTAINERS[letter](rest[0] if set(map(type, rest[0])) <= _PLAIN else map(inner, rest[0]))
+        items = rest[0] if set(map(type, rest[0])) <= _PLAIN else list(map(inner, rest[0]))
+        return _CONTAINERS[letter](_keys(items) if letter in "SF" else items)
     return _MAKERS[letter](left, inner, *rest)
+
+
+def _keys(items: list[Any]) -> list[Any]:
+    """Members of a set or keys of a dict, as they are. Raises a ``ProtocolError`` if a peer could choose their hashes.
+
+    Many keys with the same hash would keep a server busy for minutes.
+    """
+    kinds = set(map(type, items))
+    numbers = items if kinds == {int} else [key for key in items if type(key) is int]
+    if not kinds <= _KEYS or (numbers and not -_LARGEST < min(numbers) <= max(numbers) < _LARGEST):
+        raise ProtocolError(
+            f"A set or a dict holds {', '.join(sorted(kind.__name__ for kind in kinds))} as members or keys. Expected "
+            f"texts, bytes, enumerations, or whole numbers below {_LARGEST}."
+        )
+    return items
 
 
 def _make_tensor(left: dict[int, Buffer], inner: Any, index: int, dtype: str, shape: list[int]) -> Tensor:
     kind = dtype_from_name(dtype)
     numbers = 1
     for size in shape:
-        if type(size) is not int or size < 0:
-            raise ProtocolError(f"A tensor's shape is {shape}.")
+        if type(size) is not int or not 0 <= size < _LARGEST or len(shape) > _DIMENSIONS:
+            raise ProtocolError(f"A tensor's shape is {repr(shape)[:80]}.")
         numbers *= size
     data = left.pop(index)
     nbytes = memoryview(data).nbytes
@@ -203,6 +224,11 @@ def _make_pairs(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> 
     return tuple(zip(values[::2], values[1::2], strict=True))
 
 
+def _make_dict(left: dict[int, Buffer], inner: Any, given: list[Any] | int) -> dict[Any, Any]:
+    values = _apart(left, given)
+    return dict(zip(_keys(values[::2]), values[1::2], strict=True))
+
+
 def _make_object(left: dict[int, Buffer], inner: Any, name: str, contents: dict[str, Any]) -> Any:
     kind: Any = _class_of(name)
     if issubclass(kind, Enum):
@@ -225,13 +251,16 @@ def _make_enum(left: dict[int, Buffer], inner: Any, name: str, value: Any) -> An
     return _CLASSES[name](value)
 
 
+_KEYS = frozenset((int, str, bytes, bool, type(None), *(kind for kind in _CLASSES.values() if issubclass(kind, Enum))))
 _CONTAINERS: dict[str, type] = {"L": list, "U": tuple, "S": set, "F": frozenset}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "T": _make_tensor,
     "B": lambda left, inner, index: bytes(left.pop(index)),
-    "D": lambda left, inner, items: {inner(key): inner(item) for key, item in items},
+    "D": lambda left, inner, items: dict(
+        zip(_keys([inner(k) for k, _ in items]), [inner(i) for _, i in items], strict=True)
+    ),
     "P": _make_pairs,
-    "M": lambda left, inner, given: dict(_make_pairs(left, inner, given)),
+    "M": _make_dict,
     "E": _make_enum,
     "O": _make_object,
 }

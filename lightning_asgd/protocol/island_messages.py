@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Fragment, Request
 from lightning_asgd.ranges import are_in_order
 
 __all__ = ["ExchangePart", "InitPart", "Part"]
@@ -44,7 +44,7 @@ class InitPart(Request):
 
     part: Part
     weights: tuple[Tensor, ...] | None = None  # per group, the values of its ranges
-    fragment: int = 0  # number of the part of the module that the shard holds its share of
+    fragment: Fragment = 0  # number of the part of the module that the shard holds its share of
 
 
 @dataclass(frozen=True)
@@ -54,4 +54,4 @@ class ExchangePart(Request):
     part: int  # its number
     exchange: int  # number of the exchange, as in `Exchange.island`
     update: tuple[Tensor, ...] | None = None  # per group, the update in its ranges; None if nothing is pushed
-    fragment: int = 0  # see `InitPart`
+    fragment: Fragment = 0  # see `InitPart`

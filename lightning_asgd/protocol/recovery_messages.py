@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_asgd.protocol.lease_messages import LeaseHoldings, is_key
-from lightning_asgd.protocol.request import Request
+from lightning_asgd.protocol.request import Fragment, Request
 from lightning_asgd.ranges import are_in_order
 
 __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
@@ -21,7 +21,7 @@ class ReplicaState:
 
     expected: ClassVar[str] = "ranges in order, of an epoch whose key has a slash and a number at its end"
 
-    fragment: int  # number of the part of the module
+    fragment: Fragment  # number of the part of the module
     version: int  # of the weights
     # As they were fetched last, one tensor per group; None if the processes of an island have brought them: `InitPart`.
     weights: tuple[Tensor, ...] | None

@@ -7,13 +7,14 @@ from typing import Annotated
 
 from lightning_asgd.process_name import this_process
 
-__all__ = ["Count", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
+__all__ = ["Count", "Fragment", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
 
 # The least and the largest value, for `checked`; neither NaN nor infinity lies between them.
 Count = Annotated[int, (0, 1 << 62)]
 Positive = Annotated[int, (1, 1 << 62)]
 Seconds = Annotated[float, (0, 1e12)]
 PerSecond = Annotated[float, (0, 1e12)]
+Fragment = Annotated[int, (0, 1023)]  # servers hold a shard of each
 LearningRate = Annotated[float, (-1e6, 1e6)]  # servers multiply with it
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_asgd.layout import Groups
-from lightning_asgd.protocol.request import Count, LearningRate, PerSecond, Request
+from lightning_asgd.protocol.request import Count, Fragment, LearningRate, PerSecond, Request
 from lightning_asgd.stats import Verdict
 
 __all__ = [
@@ -47,7 +47,7 @@ class InitShard(Request):
     weights: tuple[Tensor, ...] | None = None  # initial values, from one worker only; None from the others
     version: int = 0  # version to start from, more than 0 when resumed from a checkpoint
     shared: SharedRef | None = None  # block through which this worker will exchange, None for by-value messages
-    fragment: int = 0  # number of the part of the module that the shard holds its share of
+    fragment: Fragment = 0  # number of the part of the module that the shard holds its share of
     compression: Any = None  # code of what is sent by value (`Compression`); None for none
     # Per group, the name of each tensor and the number of its scalars in this shard; none if no rule asks for them.
     tensors: tuple[tuple[tuple[str, int], ...], ...] = ()
@@ -94,7 +94,7 @@ class Exchange(Request):
     # Whether the worker has seen, while the update was in its cache, that all of it is finite and below the bound; it
     # counts for shared memory only.
     within_bounds: bool = False
-    fragment: int = 0  # number of the part of the module that is exchanged
+    fragment: Fragment = 0  # number of the part of the module that is exchanged
     full: bool = False  # whether the weights are wanted as they are, not compressed
     # At a sync point the digest of the last sync point's weights, if this worker holds them, else empty: those are
     # wanted that all take; None elsewhere. See `SyncPointCodec`.
@@ -147,7 +147,7 @@ class Reply:
 class ShardState(Request):
     """Fetch the state that a shard keeps besides its weights, or restore it, or replace the weights themselves."""
 
-    fragment: int = 0  # number of the part of the module
+    fragment: Fragment = 0  # number of the part of the module
     state: Any = None  # the reply from when the checkpoint was written; None to fetch it
     weights: tuple[Tensor, ...] | None = None  # what a program has set; while all workers are at a sync point
 

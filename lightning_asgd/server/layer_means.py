@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_asgd.errors import ProtocolError
 from lightning_asgd.protocol import LayerGradient
 from lightning_asgd.server.pending_replies import Completion
 
@@ -35,13 +36,21 @@ class Means:
     def add(self, message: LayerGradient) -> list[Completion]:
         """Take a worker's gradient, whose tensor is given away by the caller; without one, the worker ends the phase.
 
-        Every worker of a layer gets its mean gradient, the same tensor.
+        Every worker of a layer gets its mean gradient, the same tensor. As under DDP it holds what gradients hold, also
+        the infinities by which gradient scalers skip a step.
         """
         if message.gradient is None:
             self._resting[message.worker] = message.phase
             return [Completion(message, None), *self._due(list(self._waiting))]
         key = (message.phase, message.step, message.layer)
-        self._waiting.setdefault(key, {})[message.worker] = (message, message.gradient)
+        waiting = self._waiting.setdefault(key, {})
+        for worker, (_, other) in waiting.items():
+            if other.shape != message.gradient.shape:
+                raise ProtocolError(
+                    f"Worker {message.worker} sent {tuple(message.gradient.shape)} gradients of piece {message.layer}, "
+                    f"worker {worker} {tuple(other.shape)}. Expected the same model on every worker."
+                )
+        waiting[message.worker] = (message, message.gradient)
         return self._due([key])
 
     def _due(self, keys: list[Key]) -> list[Completion]:

@@ -22,6 +22,7 @@ __all__ = ["Membership"]
 _MOST_LOST_S = 15.0  # others look for another host after 20 s (`HeartbeatThread`)
 _REPORT_S = 60.0  # in which all workers notice that a server was lost, report to its replacement and replay
 _UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing
+_STRANGERS = 10_000  # workers that are heard of without having joined
 _EVENTS = 1000  # that are kept at least
 _REMEMBERED = 100  # workers of an elastic run that have left, of which something is still known
 _AWAY_S = 600.0  # after which a silent worker of an elastic run is forgotten
@@ -194,6 +195,7 @@ class Membership:
         One that is ``early`` may come before a worker has joined: heartbeats to a lost server's replacement do.
         """
         self.check_process(worker, process, session)
+        early &= len(self._heard) < len(self.joined) + _STRANGERS or worker in self._heard
         early &= self.elastic or 0 <= worker < self.world_size
         if early or session != self.session or worker in self.joined or worker in self.left:
             return

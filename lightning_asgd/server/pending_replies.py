@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 from torch.futures import Future
 
-from lightning_asgd.errors import ASGDError
+from lightning_asgd.errors import ASGDError, ProtocolError
 from lightning_asgd.protocol import Failure
 
 __all__ = ["Completion", "PendingReplies", "complete_with", "failure"]
+
+_MOST = 10_000  # requests of one kind that a worker can have
 
 
 class Completion(NamedTuple):
@@ -62,12 +64,15 @@ class PendingReplies:
         return [request for _, request, _ in sorted(map(self._pending.__getitem__, ids), key=itemgetter(0))]
 
     def add(self, request: Any) -> Future[Any]:
-        """Keep a request; its reply comes with the future."""
+        """Keep a request; its reply comes with the future. Raises a ``ProtocolError`` if its worker has too many."""
+        kind, worker = whose = _whose(request)
+        if len(self._workers.get(whose, ())) >= _MOST:
+            raise ProtocolError(f"{_MOST} {kind.__name__} messages of worker {worker} wait. Expected fewer.")
         future: Future[Any] = Future()
         self._arrived += 1
         self._pending[id(request)] = self._arrived, request, future
-        self._kinds[type(request)][id(request)] = None
-        self._workers[_whose(request)][id(request)] = None
+        self._kinds[kind][id(request)] = None
+        self._workers[whose][id(request)] = None
         return future
 
     def take(self, request: Any) -> Future[Any]:

@@ -47,7 +47,8 @@ class Tables:
 
     def are_small(self, message: Exchange) -> bool:
         """Whether an update is finite and within bounds."""
-        return all(table.are_small_enough(rows) for table, rows in zip(self.rules, message.rows, strict=True))
+        pairs = zip(self.rules, message.rows, strict=True)
+        return all(rows.values is None or is_small_enough(rows.values, table.weights) for table, rows in pairs)
 
     def note(self, message: Exchange) -> None:
         """Have a push's rows sent to its worker, also if it was not applied: the worker expects that it was."""
@@ -100,10 +101,6 @@ class RowRules(GroupRules):
                 f"{self._table.shape[1]} of {self.weights.dtype} for each, and ascending numbers of rows below "
                 f"{len(self._table)}. Look for a broken worker, or one of another version."
             )
-
-    def are_small_enough(self, rows: Rows) -> bool:
-        """Whether an update is finite and within bounds."""
-        return rows.values is None or not rows.values.numel() or is_small_enough(rows.values, self.weights)
 
     def note(self, rows: Rows) -> None:
         """See :class:`Tables`."""

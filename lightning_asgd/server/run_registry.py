@@ -10,6 +10,9 @@ from lightning_asgd.server.membership import Membership
 
 __all__ = ["RunRegistry", "goes_on_from"]
 
+_MOST_NAMES = 1000  # of metadata
+_MOST_SILENT = 10_000  # workers that have joined, and of which nothing was heard since
+
 
 class RunRegistry:
     """The run: who may join it, who bootstraps it, what its workers note. For a ``job`` its ``name`` is empty."""
@@ -19,7 +22,7 @@ class RunRegistry:
         self.job = job
         self.metadata: dict[str, Any] = {}
         self.bootstrap_worker: int | None = None  # brings the run's first weights
-        self.exits: list[tuple[str, int, str]] = []  # of processes: session (empty for all), worker, reason
+        self.exits: dict[tuple[str, int], str] = {}  # of processes, and why: by session (empty for all) and worker
 
     @property
     def bootstrapped(self) -> bool:
@@ -79,11 +82,13 @@ class RunRegistry:
             "--snapshots a run outlives its servers."
         )
 
-    def admit(self, message: Attach, members: Membership, now: float) -> Attached | None:
-        """Admit a worker; None while the run has no weights, and another worker is to bring them."""
+    def admit(self, message: Attach, members: Membership, now: float) -> Attached | LaunchError | None:
+        """Admit a worker, or not; None while the run has no weights, and another worker is to bring them."""
         bootstraps = not self.bootstrapped
         if bootstraps and self.bootstrap_worker in members.living:
             return None
+        if len(members.unheard) >= _MOST_SILENT:
+            return LaunchError(f"{_MOST_SILENT} workers have joined that are silent. Look for a broken one of them.")
         processes = dict(members.processes)
         for absent in processes.keys() - members.living:
             del processes[absent]
@@ -96,7 +101,7 @@ class RunRegistry:
 
     def exited(self, session: str) -> dict[int, str]:
         """Workers whose processes have ended, as far as a session is concerned, and why."""
-        return {worker: why for first, worker, why in self.exits if goes_on_from(session, first)}
+        return {worker: why for (first, worker), why in self.exits.items() if goes_on_from(session, first)}
 
     def note(self, message: RunMetadata, *, trusted: bool) -> bool:
         """Take a worker's metadata, unless others speak for it; returns whether they were taken."""
@@ -104,6 +109,8 @@ class RunRegistry:
         bootstraps = message.worker == self.bootstrap_worker and not self.bootstrapped  # even if it was suspected
         if message.value is None or known or not (bootstraps or message.first or trusted):
             return False
+        if len(self.metadata) >= _MOST_NAMES and message.name not in self.metadata:
+            raise ProtocolError(f"Worker {message.worker} publishes more than {_MOST_NAMES} names. Expected fewer.")
         self.metadata[message.name] = message.value
         return True
 

@@ -124,7 +124,7 @@ class ServerState:
         members = None if self.session is None else self.session.members
         if members is not None and process and members.other_than(worker, process):
             return False
-        self.registry.exits.append((session, worker, reason))
+        self.registry.exits[session, worker] = reason
         return members is not None and goes_on_from(members.session, session)
 
     def had(self, worker: int) -> bool:
@@ -155,7 +155,7 @@ class ServerState:
             return session.collectives.abort(why) if worker in missing else [], failure(ProtocolError(why))
         if message.replaces and members.can_replace(worker, process):
             due = [*session.replace(message, now), *self.epochs.forget(worker, now)]
-            self.registry.exits = [exit for exit in self.registry.exits if exit[1] != worker]
+            self.registry.exits = {who: why for who, why in self.registry.exits.items() if who[1] != worker}
             return due, session.joined(worker, late=True)
         if message.replaces and members.other_process(worker, process) and worker not in members.left:
             return [], RankHeld(members.other_process(worker, process), members.silent_s(worker, now))

@@ -245,7 +245,7 @@ class Service:
         shard, begun = session.shards.get(message.fragment), self._clock()
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before its InitShard. Expected that first.")
-        update = whole.buffer if whole else session.buffers.update(message, shard.whole, lasting=shard.keeps_buffers)
+        update = whole.buffer if whole else session.buffers.update(message, shard.whole, lasting=shard.algorithm.waits)
         due = shard.exchange(message, update, begun)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
@@ -311,7 +311,7 @@ class Service:
         session = self.session
         known = session is None or session.members.is_process(message.worker, message.process)
         if message.final and (known or self.state.had(message.worker)):
-            self.state.registry.exits.append(("", message.worker, message.reason))
+            self.state.registry.exits["", message.worker] = message.reason
         if not known or session is None or (session.members.session != message.session and not message.final):
             return False  # a process that was rejected ends, or that session is over
         self._complete(session.collectives.leave(message.worker, message.reason, message.details))

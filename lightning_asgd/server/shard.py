@@ -100,11 +100,6 @@ class Shard:
         """The groups that are exchanged whole."""
 
     @property
-    def keeps_buffers(self) -> bool:
-        """Whether a buffer may be needed after the call that it came with."""
-        return self.algorithm.waits
-
-    @property
     def initialised(self) -> bool:
         """Whether the shard has weights."""
         return bool(self.weights)
@@ -253,8 +248,8 @@ class Shard:
             if message.seq <= last:
                 asked.verdict = Verdict.REPEATED
                 self.counts.repeated += 1
-            elif (trusted or all(map(is_small_enough, buffer, self.weights))) and not (
-                tables and not tables.are_small(message)
+            elif (trusted or all(map(is_small_enough, buffer, self.weights))) and (
+                not tables or tables.are_small(message)
             ):
                 self._refused.pop(worker, None)
                 asked.verdict, asked.staleness = Verdict.APPLIED, max(0, self.version - message.base_version)

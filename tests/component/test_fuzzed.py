@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import random
+import tracemalloc
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -16,6 +19,8 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
+    BOOTSTRAPPED,
+    Attach,
     Contribution,
     Epoch,
     Exchange,
@@ -23,6 +28,7 @@ from lightning_asgd.protocol import (
     Heartbeat,
     InitShard,
     Join,
+    LayerGradient,
     LeaseHoldings,
     LeaseRequest,
     Leave,
@@ -254,3 +260,82 @@ def test_a_request_for_a_sync_interval_that_the_epoch_does_not_have_stops_none_o
     assert f"asks for units after sync interval {segment} of epoch s/0" in broken.message
     grant = handle(LeaseRequest("s", 0, EPOCH.key, 0, 0, 0, 0.1, size=4))
     assert grant.ranges == ((0, 4),)
+
+
+def server_of(run: str) -> tuple[Service, Callable[[Any], Any]]:
+    """A server of an elastic run with one worker, or of a job with two, and its handler."""
+    service = Service(lambda: 0.0, run)
+    handle = checked(service.handle)
+    if run:
+        handle(Attach("s", "the first"))
+        handle(InitShard("s", 1, GROUPS, ASGD("sum"), (torch.zeros(2),)))
+        handle(RunMetadata("s", 1, BOOTSTRAPPED, True))
+        return service, handle
+    for rank in (0, 1):
+        handle(Join("s", rank, 2))
+        handle(InitShard("s", rank, GROUPS, ASGD("sum"), (torch.zeros(2),) if rank == 0 else None))
+        handle(OpenEpoch("s", rank, EPOCH))
+    return service, handle
+
+
+GROWING: list[tuple[str, Any, str]] = [
+    ("", InitShard("s", 1, GROUPS, ASGD("sum")), "fragment"),
+    ("", Contribution("s", 1, 1, "barrier", "x"), "seq"),
+    ("", RunMetadata("s", 1, "entry", b"x"), "name"),
+    *(("", LayerGradient("s", 1, 0, 0, 0, torch.ones(2)), name) for name in ("phase", "step", "layer")),
+    ("s", Heartbeat("s", 1), "worker"),
+    ("s", InitShard("s", 1, GROUPS, ASGD("sum")), "fragment"),
+    ("s", RunMetadata("s", 1, "entry", b"x"), "name"),
+    *(("s", Attach("s", "another"), name) for name in ("about", "process")),
+]
+
+
+def test_a_piece_of_a_gradient_that_has_another_length_is_refused() -> None:
+    _, handle = server_of("")
+    waits = handle(LayerGradient("s", 0, 0, 0, 0, torch.ones(2)))
+    broken = handle(LayerGradient("s", 1, 0, 0, 0, torch.ones(1)))
+    assert isinstance(broken, Failure)
+    assert "Worker 1 sent (1,) gradients of piece 0, worker 0 (2,)" in broken.message
+    handle(LayerGradient("s", 1, 0, 0, 0, 3 * torch.ones(2)))
+    assert waits.value().tolist() == [2.0, 2.0]
+
+
+def numbered(message: Any, field: str, number: int) -> Any:
+    """The message with a value of its own in a field."""
+    value = getattr(message, field)
+    return dataclasses.replace(message, **{field: f"{value} {number}" if isinstance(value, str) else value + number})
+
+
+@pytest.mark.parametrize(("run", "message", "field"), GROWING, ids=lambda each: str(each).partition("(")[0] or "job")
+def test_what_a_broken_worker_makes_up_is_refused_in_the_end(run: str, message: Any, field: str) -> None:
+    _, handle = server_of(run)
+    for number in range(10_100):
+        answer = handle(numbered(message, field, number + 2))
+        if isinstance(answer, Failure):
+            break
+    assert isinstance(answer, Failure)
+    assert number > 900
+
+
+@pytest.mark.parametrize("run", ["", "s"], ids=["job", "elastic"])
+def test_no_other_message_makes_a_server_remember_more(run: str) -> None:
+    bounded = {(type(message), field) for about, message, field in GROWING if about == run}
+    grown = []
+    for message in [*every_message(), LayerGradient("s", 1, 0, 0, 0, torch.ones(2)), Attach("s", "another")]:
+        fields = [each.name for each in dataclasses.fields(message) if type(getattr(message, each.name)) in (int, str)]
+        for field in fields:
+            if (type(message), field) in bounded:
+                continue
+            _, handle = server_of(run)
+            for number in range(300):
+                if number == 100:
+                    gc.collect()
+                    tracemalloc.start()
+                    before = tracemalloc.get_traced_memory()[0]
+                handle(numbered(message, field, number))
+            gc.collect()
+            each = (tracemalloc.get_traced_memory()[0] - before) / 200
+            tracemalloc.stop()
+            if each > 60:
+                grown.append(f"{type(message).__name__}.{field}: {each:.0f} bytes each")
+    assert not grown

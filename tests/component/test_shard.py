@@ -215,6 +215,21 @@ def test_what_is_large_depends_on_the_weights() -> None:
     assert by_value(shard, update)[0].verdict is Verdict.APPLIED
 
 
+@pytest.mark.parametrize("size", [6e4, 1e10, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_weights_stay_finite_whatever_is_pushed(dtype: torch.dtype, size: float) -> None:
+    """Updates that are finite add up, and weights that have grown let larger ones in."""
+    shard = Shard(((Role.PARAMETER, str(dtype).removeprefix("torch."), 3),), ASGD("sum"))
+    shard.initialise((torch.ones(3, dtype=dtype),), 0)
+    for seq in range(1, 60):
+        update = torch.full((3,), size * 10.0 ** min(seq, 30), dtype=torch.float64)
+        update = update.clamp(max=torch.finfo(dtype).max).to(dtype)
+        shard.exchange(Exchange("s", 0, seq, 0, True, True), (update,))
+        shard.latest_push.clear()
+        shard._refused.clear()
+    assert torch.isfinite(shard.weights[0]).all()
+
+
 def test_a_worker_that_sends_only_what_is_refused_is_stopped_by_name() -> None:
     shard = new_shard()
 

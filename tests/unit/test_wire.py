@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ def there_and_back(value: Any) -> Any:
     return decode(header, [bytearray(buffer) for buffer in buffers])
 
 
+KEYS = st.integers(1 - (1 << 62), (1 << 62) - 1) | st.text(max_size=3) | st.binary(max_size=3)
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
@@ -45,8 +47,8 @@ PLAIN = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
-        | st.dictionaries(st.integers() | st.text(max_size=3) | st.tuples(st.integers()), inner, max_size=3)
-        | st.sets(st.integers(), max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.sets(KEYS, max_size=3)
     ),
     max_leaves=8,
 )
@@ -70,7 +72,7 @@ PLAIN = st.recursive(
         {"M": 5},
         ((1, 2), (3, 4, 5)),
         ((1, 2), [3, 4]),
-        {1: [2], (3,): 4},
+        {1: [2], b"3": 4, None: 5, Role.PARAMETER: 6},
         (),
         ((), ()),
         {},
@@ -237,6 +239,36 @@ def test_an_object_crosses_closed_or_not_at_all() -> None:
 def test_what_is_no_message_is_an_error(header: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(header, [b"12345"])
+
+
+COLLIDING = [number * ((1 << 61) - 1) for number in range(40_000)]  # whole numbers of one hash
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["S", COLLIDING],
+        ["F", COLLIDING],
+        ["M", [item for number in COLLIDING for item in (number, 0)]],
+        ["D", [[number, ["L", []]] for number in COLLIDING]],
+        ["S", [["U", [number]] for number in COLLIDING]],
+        ["D", [[["U", [number]], 0] for number in COLLIDING]],
+        ["T", 0, "float32", [1 << 13_000] * 1000],
+        ["T", 0, "float32", [1] * 100_000],
+    ],
+    ids=["set", "frozenset", "plain dict", "dict", "set of tuples", "dict by tuples", "sizes", "dimensions"],
+)
+def test_a_small_message_keeps_no_server_busy(value: Any) -> None:
+    header, begun = json.dumps(value).encode(), time.process_time()
+    with pytest.raises(ProtocolError):
+        decode(header, [bytearray(4)])
+    assert time.process_time() - begun < 2.0
+
+
+@pytest.mark.parametrize("value", [{(1, 2)}, {(1,): 2}, {1 << 62: "x"}, frozenset([2.5])], ids=str)
+def test_keys_that_no_server_takes_are_not_sent(value: Any) -> None:
+    with pytest.raises(ProtocolError, match="members or keys"):
+        encode(value)
 
 
 @given(st.binary(max_size=60), st.binary(max_size=10))
