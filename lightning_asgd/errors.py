@@ -47,7 +47,7 @@ class ConfigurationError(ASGDError, ValueError):
 
 
 class SnapshotError(ASGDError):
-    """Servers cannot continue from the snapshots in a folder."""
+    """What servers have written down cannot be read back, or is of another run: snapshots, tables."""
 
 
 class LaunchError(ASGDError):

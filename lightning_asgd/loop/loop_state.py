@@ -20,25 +20,16 @@ _OF_THE_DEVICE = ("params", "foreach", "fused", "capturable")
 
 @dataclass
 class LoopState:
-    """The epochs and passes that were trained, and what the servers kept, if training continues from a checkpoint.
+    """The epochs and passes that were trained, and what the servers kept, if training continues from a checkpoint."""
 
-    Attributes:
-        seed: of the order of the samples, the same on all workers.
-        epoch: epochs that are over.
-        passes: passes over data that are over.
-        in_epoch: whether an epoch of ``epochs()`` has begun; else each pass is one.
-        data: the part of the pass that was trained, where a checkpoint was written within one.
-        versions: per server, the version to continue from; None to begin with 0.
-        servers: what the servers kept beside the weights; empty if it does not fit the run.
-    """
-
-    seed: int = 0
-    epoch: int = 0
-    passes: int = 0
-    in_epoch: bool = False
+    seed: int = 0  # of the order of the samples, the same on all workers
+    epoch: int = 0  # epochs that are over
+    passes: int = 0  # passes over data that are over
+    in_epoch: bool = False  # whether an epoch of ``epochs()`` has begun; else each pass is one
+    # The part of the pass that was trained, where a checkpoint was written within one.
     data: Mapping[str, Any] = field(default_factory=dict)
-    versions: list[int] | None = None
-    servers: Sequence[Any] = ()
+    versions: list[int] | None = None  # per server, the version to continue from; None to begin with 0
+    servers: Sequence[Any] = ()  # what the servers kept beside the weights; empty if it does not fit the run
     finished: list[tuple[bytes, int]] = field(default_factory=list)
     """Order and units of the passes of the present epoch that are over."""
     trained: list[tuple[bytes, int]] = field(default_factory=list)

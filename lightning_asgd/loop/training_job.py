@@ -81,60 +81,36 @@ class _HasMoved(LaunchError):
 
 @dataclass
 class TrainingJob:
-    """What all processes of a job agree on. Copied into the workers, so it holds plain values only.
+    """What all processes of a job agree on. Copied into the workers, so it holds plain values only."""
 
-    Attributes:
-        num_servers: servers to start.
-        start_timeout_s: seconds to wait for servers and workers.
-        hot_standby: whether to keep a standby server ready, so that a dead server is replaced at once.
-        may_move: whether another worker may host the servers if worker 0 is lost.
-        snapshot_every_s: seconds between two snapshots for that one; 0 for none.
-        asked: for the transport, by its name or ``"auto"``.
-        transport: how messages are sent, once a job has begun or a run was found.
-        why: that one.
-        number: how many strategies were made before this one in this process; equal on all workers, which run the
-            same program.
-        launches: how often the Trainer was called with this strategy.
-        address: ``(host, port)`` of the rendezvous, None before the first launch.
-        name: random; two jobs that use one address one after the other have two. None before the first launch.
-        interface: network interface for everything, ``"lo"`` on one machine.
-        spans: whether workers may be on other machines.
-        external: whether a user or an engine has started the workers, such as torchrun.
-        run_id: name of the elastic run that this process joins; empty for a job.
-        hosts: which worker hosts the servers, where another one can take over; None where the main process does.
-        given: addresses of the hosts of the run.
-        finder: where that run is served now; None in a job, and before the run was found.
-        program: tells the job from another one at the same address.
-        arrival: this process until it has been connected, where it may have been started again; else None.
-        server_machines: nodes among which the servers are divided; one once another worker hosts them.
-        lease_s: for which a node's servers live without reaching the first node.
-        placed: servers of the present session that run on other nodes than the first one.
-    """
-
-    num_servers: int
-    start_timeout_s: float
-    hot_standby: bool = False
-    may_move: bool = False
-    asked: str = registry.AUTO
-    snapshot_every_s: float = 0.0
+    num_servers: int  # servers to start
+    start_timeout_s: float  # seconds to wait for servers and workers
+    hot_standby: bool = False  # whether to keep a standby server ready, so that a dead server is replaced at once
+    may_move: bool = False  # whether another worker may host the servers if worker 0 is lost
+    asked: str = registry.AUTO  # for the transport, by its name or ``"auto"``
+    snapshot_every_s: float = 0.0  # seconds between two snapshots for another host; 0 for none
+    # How many strategies were made before this one in this process; equal on all workers, which run the same program.
     number: int = field(default_factory=lambda: next(_jobs))
-    launches: int = 0
-    transport: str = "rpc"
-    why: str = ""
-    address: tuple[str, int] | None = None
+    launches: int = 0  # how often the Trainer was called with this strategy
+    transport: str = "rpc"  # how messages are sent, once a job has begun or a run was found
+    why: str = ""  # it was chosen
+    address: tuple[str, int] | None = None  # ``(host, port)`` of the rendezvous, None before the first launch
+    # Random; two jobs that use one address one after the other have two. None before the first launch.
     name: str | None = None
-    interface: str = "lo"
-    spans: bool = False
-    external: bool = False
-    run_id: str = ""
+    interface: str = "lo"  # network interface for everything, ``"lo"`` on one machine
+    spans: bool = False  # whether workers may be on other machines
+    external: bool = False  # whether a user or an engine has started the workers, such as torchrun
+    run_id: str = ""  # name of the elastic run that this process joins; empty for a job
+    # Which worker hosts the servers, where another one can take over; None where the main process does.
     hosts: ServerHosts | None = None
-    given: tuple[tuple[str, int], ...] = ()
-    finder: RunFinder | None = None
-    program: str = ""
+    given: tuple[tuple[str, int], ...] = ()  # addresses of the hosts of the run
+    finder: RunFinder | None = None  # where that run is served now; None in a job, and before the run was found
+    program: str = ""  # tells the job from another one at the same address
+    # This process until it has been connected, where it may have been started again; else None.
     arrival: Arrival | None = None
-    server_machines: int = 1
-    lease_s: float = placed_servers.LEASE_S
-    placed: frozenset[int] = frozenset()
+    server_machines: int = 1  # nodes among which the servers are divided; one once another worker hosts them
+    lease_s: float = placed_servers.LEASE_S  # for which a node's servers live without reaching the first node
+    placed: frozenset[int] = frozenset()  # servers of the present session that run on other nodes than the first one
 
     @classmethod
     def of(cls, options: JobOptions) -> TrainingJob:

@@ -12,16 +12,15 @@ import hashlib
 import logging
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from lightning_asgd.errors import SnapshotError
 from lightning_asgd.protocol import PROTOCOL, Epoch, Policy, codec
+from lightning_asgd.whole_file import whole_file
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -30,24 +29,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One server's state.
+    """One server's state."""
 
-    Attributes:
-        run: name of the run.
-        server: number of the server.
-        policy: what the run does about workers that are silent.
-        admitted: the highest number that was given to a worker.
-        notes: see :class:`~lightning_asgd.protocol.RunMetadata`.
-        epochs: those that workers may be in, with the units that are done.
-        shards: per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned first.
-    """
-
-    run: str
-    server: int
-    policy: Policy
-    admitted: int
-    notes: dict[str, Any]
-    epochs: tuple[Epoch, ...]
+    run: str  # name of the run
+    server: int  # number of the server
+    policy: Policy  # what the run does about workers that are silent
+    admitted: int  # the highest number that was given to a worker
+    notes: dict[str, Any]  # see :class:`~lightning_asgd.protocol.RunMetadata`
+    epochs: tuple[Epoch, ...]  # those that workers may be in, with the units that are done
+    # Per fragment, what :meth:`~lightning_asgd.server.shard.Shard.snapshot` returned first.
     shards: dict[int, dict[str, Any]]
 
     @property
@@ -88,27 +78,9 @@ class Snapshots:
         content = {"protocol": PROTOCOL, "header": header.decode(), "buffers": tensors}
         content["checksum"] = _checksum(content)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.path(snapshot.server)
-        beside = path.with_suffix(f".{os.getpid()}.part")  # a server that was started before may be writing yet
-        self._clear(snapshot.server)
-        beside.unlink(missing_ok=True)
-        try:
-            with open(beside, "xb", opener=partial(os.open, mode=0o600)) as file:  # follows no link
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            beside.replace(path)
-            return size
-        finally:
-            beside.unlink(missing_ok=True)
-
-    def _clear(self, server: int) -> None:
-        """Remove what a server that was killed had begun to write."""
-        for begun in self.folder.glob(f"server{server}.*.part"):
-            process = begun.name.split(".")[1]
-            if process.isdecimal() and not psutil.pid_exists(int(process)):
-                begun.unlink(missing_ok=True)
+        with whole_file(self.path(snapshot.server)) as file:
+            torch.save(content, file)
+            return file.tell()
 
     def read(self, server: int) -> Snapshot | None:
         """A server's snapshot; None if there is none, or the first server has none: then the run had not begun."""

@@ -1,7 +1,7 @@
 """The files of one server's part of a served table. They survive the server's process.
 
-``rows-0-of-2.table``     per row: its number of updates, its values, its optimizer's state; mapped into memory
-``rows-0-of-2.clients``   per client: its number, its latest push, when that was; mapped into memory
+``rows-0-of-2.table``     per row: its number of updates, its values, its optimizer's state, a checksum; mapped
+``rows-0-of-2.clients``   per client: its number, its latest push, when that was, a checksum; mapped into memory
 ``rows-0-of-2.journal``   the latest push: the rows as they are after it
 ``rows-0-of-2.lock``      locked while a process may write to these files
 
@@ -25,10 +25,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_asgd.errors import ConfigurationError, ProtocolError
+from lightning_asgd.errors import ConfigurationError, ProtocolError, SnapshotError
+from lightning_asgd.whole_file import new_file, whole_file
 
 __all__ = [
     "COPIED",
@@ -38,6 +40,7 @@ __all__ = [
     "copy_file",
     "part_name",
     "read_description",
+    "read_records",
 ]
 
 COPIED = (".table", ".clients")
@@ -48,7 +51,9 @@ _HEADER = struct.Struct("<8sQQqqqI")  # magic, rows, columns, client, number of 
 _MAGIC = b"asgdrows"
 _DESCRIPTION = "table.json"
 _INCOMPLETE = "A copy was not finished: copy the whole folder again, or remove it to begin a new table."
+_FORMAT = 2  # of the files; the first one had no checksums
 _AT_ONCE = 64 << 20  # bytes that are copied at a time
+_TRIES = 3  # to read rows while they may be written
 _LOCKED_S = 10.0  # for a process that was replaced to end
 _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 
@@ -58,7 +63,8 @@ def claim_folder(folder: Path, description: Mapping[str, Any]) -> None:
     path, own = folder / _DESCRIPTION, folder / f"{_DESCRIPTION}.{secrets.token_hex(4)}"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists() and all(each.name.startswith(_DESCRIPTION) for each in folder.iterdir()):
-        own.write_text(json.dumps(description))
+        with new_file(own) as file:
+            file.write(json.dumps({**description, "format": _FORMAT}).encode())
         with contextlib.suppress(FileExistsError):
             os.link(own, path)  # whole, and only once: other servers may be here too
         own.unlink(missing_ok=True)
@@ -67,7 +73,7 @@ def claim_folder(folder: Path, description: Mapping[str, Any]) -> None:
 
 def check_description(folder: Path, expected: Mapping[str, Any]) -> Mapping[str, Any]:
     """A folder's description. Raises a ``ConfigurationError`` if it holds no table, or another one."""
-    found = read_description(folder)
+    found, expected = read_description(folder), {**expected, "format": _FORMAT}
     differs = {name: found.get(name) for name in expected if found.get(name) != expected[name]}
     if differs:
         raise ConfigurationError(
@@ -113,17 +119,19 @@ class RowFiles:
             _lock(self._lock, self._path(".lock"))
             if self._path(".table").exists() and not self._path(".clients").exists():
                 raise ConfigurationError(f"{self._path('.clients')} is missing. {_INCOMPLETE}")
-            _create_whole(self._path(".clients"), torch.int64.itemsize * _CLIENTS * 3)
-            self._clients = _mapped(self._path(".clients"), torch.int64, (_CLIENTS, 3), complete=True)
+            _create_whole(self._path(".clients"), torch.int64.itemsize * _CLIENTS * 4)
+            self._clients = _mapped(self._path(".clients"), torch.int64, (_CLIENTS, 4), complete=True)
             if self.updates and not self._path(".table").exists():
                 raise ConfigurationError(f"{self._path('.table')} is missing. {_INCOMPLETE}")
-            self.records = _mapped(self._path(".table"), torch.float32, (count, columns), complete=self.updates > 0)
+            shape = count, columns + 1
+            self._records = _mapped(self._path(".table"), torch.float32, shape, complete=self.updates > 0)
             self._inode = os.stat(self._path(".table")).st_ino
             self._journal = os.open(self._path(".journal"), _OPEN, 0o600)
+            self._replay_journal()
+            _check_sums(self._clients, self._path(".clients"))
         except BaseException:
             os.close(self._lock)
             raise
-        self._replay_journal()
 
     @property
     def are_gone(self) -> bool:
@@ -143,8 +151,13 @@ class RowFiles:
         place = self._place(client)
         return int(self._clients[place[0], 1]) if len(place) else 0
 
+    def read(self, numbers: Tensor) -> Tensor:
+        """Some rows, shape ``(k, columns)``. Raises a ``SnapshotError`` if one of them is not as it was written."""
+        return _check_sums(self._records.index_select(0, numbers), self._path(".table"))
+
     def write(self, numbers: Tensor, records: Tensor, client: int, seq: int) -> None:
         """Apply a push: its rows and its number, both or neither, even if the process is killed."""
+        records = torch.cat([records, _sums(records).view(-1, 1).view(torch.float32)], 1)
         rows, values = numbers.numpy().tobytes(), records.numpy().tobytes()
         fields = *records.shape, client, seq, self.updates + 1
         head = _HEADER.pack(_MAGIC, *fields, _checksum(fields, rows, values))
@@ -174,7 +187,7 @@ class RowFiles:
 
     def close(self) -> None:
         """Let another process have the files."""
-        del self.records, self._clients
+        del self._records, self._clients
         os.close(self._journal)
         os.close(self._lock)
 
@@ -186,10 +199,11 @@ class RowFiles:
         return ((self._clients[:, 0] == client) & (self._clients[:, 1] > 0)).nonzero().view(-1)
 
     def _apply(self, numbers: Tensor, records: Tensor, client: int, seq: int, updates: int) -> None:
-        self.records.index_copy_(0, numbers, records)
+        self._records.index_copy_(0, numbers, records)
         place = self._place(client)
         oldest = self._clients[:, 2].argmin()
-        self._clients[place[0] if len(place) else oldest] = torch.tensor([client, seq, updates])
+        noted = torch.tensor([[client, seq, updates]])
+        self._clients[place[0] if len(place) else oldest] = torch.cat([noted, _sums(noted).view(-1, 1)], 1)[0]
 
     def _replay_journal(self) -> None:
         """Apply the journal's push again, since the process before may have ended halfway."""
@@ -200,7 +214,7 @@ class RowFiles:
         count, columns = fields[:2]
         middle, end = _HEADER.size + count * 8, _HEADER.size + count * (8 + columns * 4)
         whole = end <= os.fstat(self._journal).st_size
-        if magic != _MAGIC or columns != self.records.shape[1] or not count or not whole:
+        if magic != _MAGIC or columns != self._records.shape[1] or not count or not whole:
             return  # it was not written to its end, so nothing of it was applied
         if fields[4] not in (self.updates, self.updates + 1):
             return  # the files are a copy that was put in the place of these, and has other pushes
@@ -208,9 +222,9 @@ class RowFiles:
         if _checksum(fields, rows, values) != checksum:
             return
         numbers = torch.frombuffer(bytearray(rows), dtype=torch.int64)
-        if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self.records):
+        if not 0 <= int(numbers.min()) <= int(numbers.max()) < len(self._records):
             raise ProtocolError(
-                f"{self._path('.journal')} names rows above {len(self.records)}. Expected this table's."
+                f"{self._path('.journal')} names rows above {len(self._records)}. Expected this table's."
             )
         self._apply(numbers, torch.frombuffer(bytearray(values), dtype=torch.float32).view(-1, columns), *fields[2:])
 
@@ -222,16 +236,45 @@ def copy_file(source: Path, target: Path) -> None:
     """
     if target.exists() and source.samefile(target):
         raise ConfigurationError(f"{source} would be copied to itself. Expected another folder.")
-    partial = target.with_name(f"{target.name}.partial")
-    with source.open("rb") as reader, partial.open("wb") as writer:
-        size = os.fstat(reader.fileno()).st_size
-        try:
+    try:
+        with source.open("rb") as reader, whole_file(target) as writer:
+            size = os.fstat(reader.fileno()).st_size
             writer.truncate(size)
             _copy(reader.fileno(), writer.fileno(), size)
-        except OSError as error:
-            partial.unlink()
-            raise ConfigurationError(f"{source} could not be copied to {target}: {error}. Expected space.") from error
-    partial.replace(target)
+    except OSError as error:
+        raise ConfigurationError(f"{source} could not be copied to {target}: {error}. Expected space.") from error
+
+
+def read_records(path: Path, count: int, columns: int, numbers: Tensor) -> Tensor:
+    """Some rows of a file that a server may be writing to: what it writes meanwhile is read again.
+
+    Raises a ``ConfigurationError`` if the file has another size, and a ``SnapshotError`` if a row is damaged.
+    """
+    if (found := path.stat().st_size) != (size := count * (columns + 1) * 4):
+        raise ConfigurationError(f"{path} has {found} bytes. Expected {size}. {_INCOMPLETE}")
+    mapped = np.memmap(path, dtype=np.float32, mode="r", shape=(count, columns + 1))
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(SnapshotError):
+            return _check_sums(torch.from_numpy(mapped[numbers.numpy()]), path)
+    return _check_sums(torch.from_numpy(mapped[numbers.numpy()]), path)
+
+
+def _sums(records: Tensor) -> Tensor:
+    """Each row's checksum, shape ``(k,)``, int32: another one if any bit is flipped, and 0 for a row of zeros."""
+    words = records.contiguous().view(torch.int32).to(torch.int64)
+    return (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1).to(torch.int32)
+
+
+def _check_sums(rows: Tensor, path: Path) -> Tensor:
+    """The rows without their checksums, which are in the last column."""
+    records, last = rows[:, :-1], rows[:, -1:].contiguous()
+    noted = last.view(torch.int32) if last.dtype == torch.float32 else last
+    if damaged := int((_sums(records) != noted[:, 0]).sum()):
+        raise SnapshotError(
+            f"{path} is damaged: {damaged} of {len(rows)} rows that were read are not what was written. Resume from a "
+            "checkpoint, which has a copy of the table, and look at the disk."
+        )
+    return records
 
 
 def _overwrite(source: Path, target: Path) -> None:
@@ -269,14 +312,8 @@ def _create_whole(path: Path, size: int) -> None:
     """Create a file of zeros unless it exists. It has its whole size once it has its name, even after a kill."""
     if path.exists():
         return
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    file = os.open(partial, _OPEN, 0o600)
-    try:
-        _reserve(file, size, partial)
-    finally:
-        os.close(file)
-    partial.replace(path)
+    with whole_file(path) as file:
+        _reserve(file.fileno(), size, path)
 
 
 def _mapped(path: Path, dtype: torch.dtype, shape: tuple[int, int], *, complete: bool) -> Tensor:

@@ -21,6 +21,7 @@ from lightning_asgd.tables.row_files import (
     copy_file,
     part_name,
     read_description,
+    read_records,
 )
 from lightning_asgd.tables.row_optimizers import ROW_OPTIMIZERS
 
@@ -155,8 +156,7 @@ class RowStore:
             )
 
     def _records(self, numbers: Tensor) -> Tensor:
-        records = self._files.records.index_select(0, numbers)
-        return _with_first_values(records, numbers * self.servers + self.server, self.table)
+        return _with_first_values(self._files.read(numbers), numbers * self.servers + self.server, self.table)
 
     def _values(self, records: Tensor) -> Tensor:
         return records[:, 1 : 1 + self.table.width]
@@ -179,8 +179,7 @@ def read_rows(folder: Path, numbers: Tensor, table: TableSpec) -> Tensor:
                 f"{path} does not exist on this machine. Expected every part of the table: each server writes its part "
                 "on its own machine. Copy them into one folder, or use a folder that all machines share."
             )
-        records = np.memmap(path, dtype=np.float32, mode="r", shape=(count, _columns(table)))
-        found = torch.from_numpy(records[(numbers[mine] // servers).numpy()])
+        found = read_records(path, count, _columns(table), numbers[mine] // servers)
         values[mine] = _with_first_values(found, numbers[mine], table)[:, 1 : 1 + table.width]
     return values
 

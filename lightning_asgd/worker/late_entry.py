@@ -28,28 +28,18 @@ _ASK_AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """Where all workers of a fit are at the beginning of a sync interval.
+    """Where all workers of a fit are at the beginning of a sync interval."""
 
-    Attributes:
-        session: the fit's.
-        collective: number of the latest that all have completed.
-        layout: description of what is exchanged.
-        constants: digest of the tensors that are not.
-        firsts: values of worker 0 that the others use, by name.
-        progress: what a checkpoint would hold of loops, schedules and callbacks; None at the first batch of a fit.
-        refused: why no process can enter; empty if one can.
-        chief: the worker that logs and writes checkpoints.
-        places: where each worker would host the servers; empty where only one can.
-    """
-
-    session: str
-    collective: int = 0
-    layout: Any = None
-    constants: bytes = b""
-    firsts: Mapping[str, int] = field(default_factory=dict)
+    session: str  # the fit's
+    collective: int = 0  # number of the latest that all have completed
+    layout: Any = None  # description of what is exchanged
+    constants: bytes = b""  # digest of the tensors that are not
+    firsts: Mapping[str, int] = field(default_factory=dict)  # values of worker 0 that the others use, by name
+    # What a checkpoint would hold of loops, schedules and callbacks; None at the first batch of a fit.
     progress: dict[str, Any] | None = None
-    refused: str = ""
-    chief: int = 0
+    refused: str = ""  # why no process can enter; empty if one can
+    chief: int = 0  # the worker that logs and writes checkpoints
+    # Where each worker would host the servers; empty where only one can.
     places: Mapping[int, Any] = field(default_factory=dict)
 
     @property

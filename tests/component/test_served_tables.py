@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError
 from lightning_asgd.protocol import FetchRows, Join, Leave, PushRows, TableSpec
 from lightning_asgd.server.served_tables import ServedTables
 from lightning_asgd.server.service import Service
-from lightning_asgd.tables import row_files
+from lightning_asgd.tables import row_files, row_store
+from lightning_asgd.tables.row_files import claim_folder
 from lightning_asgd.tables.row_store import RowStore, first_values, read_rows
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.connection import Connection
@@ -189,6 +191,78 @@ def test_a_copy_is_restored(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"seed=9.* Expected seed=3"):
         again.load(str(tmp_path / "third"))
     again.close()
+
+
+@pytest.mark.parametrize("end", ["table", "clients", "journal", "json"])
+@pytest.mark.parametrize("copied", [False, True], ids=["table", "copy"])
+def test_a_flipped_bit_is_never_read_as_another_row(tmp_path: Path, end: str, copied: bool) -> None:
+    """Each of 200 places in a file: it is harmless, or named."""
+    folder, all_rows, chance = tmp_path / "t", torch.arange(ROWS), random.Random(3)
+    store = RowStore(spec(folder, optimizer="adagrad"), 0, 1)
+    for seq in range(1, 4):
+        store.push(torch.arange(seq, ROWS, 2), torch.ones(len(range(seq, ROWS, 2)), WIDTH), 1.0, 1, seq)
+    values = store.read(all_rows).values
+    if copied:
+        store.save(str(tmp_path / "copy"))
+        folder = tmp_path / "copy"
+    store.close()
+    path = next(folder.glob(f"*.{end}"), None)
+    if path is None:
+        assert (end, copied) == ("journal", True)
+        return
+    whole = path.read_bytes()
+    used, named = max(at for at, byte in enumerate(whole) if byte) + 20, []
+    for _ in range(200):
+        flipped, at = bytearray(whole), chance.randrange(min(used, len(whole)))
+        flipped[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            again = RowStore(spec(folder, optimizer="adagrad"), 0, 1)
+            try:
+                assert torch.equal(again.read(all_rows).values, values)
+                assert again.push(torch.tensor([1]), torch.ones(1, WIDTH), 1.0, 1, 3).updates == 3  # it was taken
+            finally:
+                again.close()
+        except ASGDError as error:
+            named.append(str(error))
+        path.write_bytes(whole)
+    assert named or end == "journal"
+    assert all(str(folder) in each for each in named)
+
+
+def test_copies_are_written_through_no_link_and_other_users_read_nothing(tmp_path: Path) -> None:
+    store, target = RowStore(spec(tmp_path / "t"), 0, 1), tmp_path / "target"
+    store.push(torch.tensor([4]), torch.ones(1, WIDTH), 1.0, 1, 1)
+    target.write_text("mine")
+    (tmp_path / "copy").mkdir()
+    claim_folder(tmp_path / "copy", row_store._description(spec(tmp_path / "t")) | {"servers": 1})
+    for name in ("rows-0-of-1.table", "rows-0-of-1.clients"):
+        (tmp_path / "copy" / f"{name}.{os.getpid()}.part").symlink_to(target)
+        (tmp_path / "copy" / f"{name}.partial").symlink_to(target)
+    store.save(str(tmp_path / "copy"))
+    store.close()
+    assert target.read_text() == "mine"
+    files = [each for folder in ("t", "copy") for each in (tmp_path / folder).iterdir() if not each.is_symlink()]
+    assert len(files) == 8
+    assert {each.stat().st_mode & 0o777 for each in files} == {0o600}
+
+
+def test_rows_that_are_read_while_a_server_writes_them_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, row = RowStore(spec(tmp_path / "t"), 0, 1), torch.tensor([4])
+    store.push(row, torch.ones(1, WIDTH), 1.0, 1, 1)
+    before, check = row_files._check_sums, []
+
+    def half_written(rows: Tensor, path: Path) -> Tensor:
+        check.append(rows.clone())
+        rows[0, 1] += len(check) == 1
+        return before(rows, path)
+
+    monkeypatch.setattr(row_files, "_check_sums", half_written)
+    assert torch.equal(read_rows(tmp_path / "t", row, spec(tmp_path / "t")), first_values(row, store.table) - 1)
+    assert len(check) == 2
+    store.close()
 
 
 def test_a_copy_that_was_not_finished_is_not_taken_for_a_table(tmp_path: Path) -> None:

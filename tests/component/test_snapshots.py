@@ -543,14 +543,14 @@ def test_what_a_server_had_begun_to_write_when_it_was_killed_is_removed(tmp_path
     killed = subprocess.Popen(["true"])
     killed.wait()
     for name in (
-        f"server0.{killed.pid}.part",
-        f"server0.{os.getppid()}.part",
-        f"server1.{killed.pid}.part",
+        f"server0.pt.{killed.pid}.part",
+        f"server0.pt.{os.getppid()}.part",
+        f"server1.pt.{killed.pid}.part",
         "mine.part",
     ):
         (tmp_path / name).touch()
     snapshots.write(snapshot())
-    kept = {"server0.pt", f"server0.{os.getppid()}.part", f"server1.{killed.pid}.part", "mine.part"}
+    kept = {"server0.pt", f"server0.pt.{os.getppid()}.part", f"server1.pt.{killed.pid}.part", "mine.part"}
     assert {path.name for path in tmp_path.iterdir()} == kept  # that of a process which may be writing yet, for one
 
 
@@ -657,7 +657,7 @@ def test_nothing_is_written_through_a_link_and_other_users_read_nothing(tmp_path
     snapshots, target = Snapshots(tmp_path / "folder"), tmp_path / "target"
     snapshots.folder.mkdir()
     target.write_text("mine")
-    (snapshots.folder / f"server0.{os.getpid()}.part").symlink_to(target)
+    (snapshots.folder / f"server0.pt.{os.getpid()}.part").symlink_to(target)
     snapshots.write(snapshot())
     assert target.read_text() == "mine"
     assert snapshots.path(0).stat().st_mode & 0o777 == 0o600
