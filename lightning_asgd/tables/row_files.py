@@ -261,8 +261,9 @@ def read_records(path: Path, count: int, columns: int, numbers: Tensor) -> Tenso
 
 def _sums(records: Tensor) -> Tensor:
     """Each row's checksum, shape ``(k,)``, int32: another one if any bit is flipped, and 0 for a row of zeros."""
-    words = records.contiguous().view(torch.int32).to(torch.int64)
-    return (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1).to(torch.int32)
+    words = records.contiguous().view(torch.int32)
+    odd = torch.arange(1, 2 * words.shape[1], 2, dtype=torch.int32)
+    return (words * odd).sum(1, dtype=torch.int32)  # modulo 2^32
 
 
 def _check_sums(rows: Tensor, path: Path) -> Tensor:
