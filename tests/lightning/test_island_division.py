@@ -21,6 +21,7 @@ from lightning_asgd.adapter import world
 from lightning_asgd.adapter.island_division import size_of_islands
 from lightning_asgd.algorithms import LayerWise
 from lightning_asgd.errors import ConfigurationError
+from tests.helpers.listeners import check_listeners
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
@@ -138,6 +139,11 @@ def check(found: list[dict[str, Any]], epochs: int) -> None:
 
 def test_two_islands_share_an_epoch_and_a_script_fits_twice(job: Any) -> None:
     started = job(2, "DDP", "FSDP2")
+    marks = [started.folder / f"{rank}.mark" for rank in range(DEVICES)]
+    wait_until(lambda: all(mark.exists() for mark in marks), 90, "training")
+    roles = {rank: ["each worker", "each process of an island"] for rank in range(1, DEVICES)}
+    pids = {started.process(rank).pid: roles[rank] for rank in roles}
+    check_listeners({started.main.pid: ["a job's main process", *roles[1]], **pids}, "zmq")
     for kind in ("DDP", "FSDP2"):
         check(started.results(kind), 2)
     output = started.output.read_text()

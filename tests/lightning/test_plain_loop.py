@@ -25,6 +25,7 @@ from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
+from tests.helpers.listeners import check_listeners
 from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.ports import free_port
 from tests.helpers.programs import environment
@@ -120,6 +121,8 @@ def test_workers_join_leave_and_die_and_the_server_dies_and_nothing_is_lost(
         hold(tmp_path, "a", epoch=1)
         start("a")
         wait_until(lambda: epoch("a") >= 1, 40, "training")
+        roles = {served.pid: ["`lightning-asgd serve`"], started["a"].pid: ["each worker"]}
+        check_listeners(roles, transport)
         start("b")
         wait_until((tmp_path / "b.begun").exists, 40, "a second worker's start")
         hold(tmp_path, "b", epoch=3)

@@ -24,6 +24,7 @@ from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.transports import registry
 from tests.helpers.lean import forked_servers
+from tests.helpers.listeners import check_listeners
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Recorder, Regression, loader, trainer
@@ -98,6 +99,8 @@ def test_no_process_is_left_when_a_signal_ends_the_main_process(
         wait_until(lambda: training(tmp_path), 40, "training")
         family = psutil.Process(main.pid).children(recursive=True)
         assert len(family) >= 5  # two servers, two workers, the reaper
+        workers = {worker_of(main, tmp_path, rank).pid: ["each worker"] for rank in (0, 1)}
+        check_listeners({main.pid: ["a job's main process"], **workers}, "zmq")
         os.kill(main.pid, signum)
         main.join(100)
         assert main.exitcode is not None, f"the main process outlived {signum.name}"
@@ -171,6 +174,8 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
+        workers = {worker_of(main, tmp_path, rank).pid: ["each worker"] for rank in (0, 1)}
+        check_listeners({main.pid: ["a job's main process"], **workers}, "rpc")
         known = servers_of(main.pid)
         (door,) = [c.laddr for c in known[0].net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         with socket.create_connection(door) as stranger:

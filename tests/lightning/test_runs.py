@@ -26,6 +26,7 @@ from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
 from tests.helpers.holding import Gate, hold, release
+from tests.helpers.listeners import check_listeners
 from tests.helpers.ports import free_port
 from tests.helpers.servers import servers_of
 from tests.lightning.models import Regression, loader, trainer
@@ -216,6 +217,8 @@ def test_workers_come_and_go_and_die_and_the_server_dies_and_nothing_is_lost(
         hold(tmp_path, "a", epoch=2)
         start("a")
         wait_until(lambda: epochs("a") >= 1, 40, "training")
+        roles = {served.pid: ["`lightning-asgd serve`"], started["a"].pid: ["each worker"]}
+        check_listeners(roles, transport)
         start("b")
         wait_until(lambda: Diary.read(tmp_path / "b.json") != [], 40, "a second worker's start")
         hold(tmp_path, "b", epoch=3)
