@@ -152,9 +152,9 @@ class Meter:
         """Add up the losses since the last call: on a GPU this waits for them."""
         if self._unread:
             losses = torch.stack([loss.reshape(()) for loss in self._unread]).float()
-            finite = losses[torch.isfinite(losses)]
-            self._loss_sum += float(finite.sum())
-            self._losses += finite.numel()
+            finite = losses[torch.isfinite(losses)].tolist()
+            self._loss_sum += sum(finite)  # in 64 bits: a run that diverges has losses whose sum is too large for 32
+            self._losses += len(finite)
             self._unread = []
 
 

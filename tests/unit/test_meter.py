@@ -77,3 +77,14 @@ def test_the_loss_is_summed_over_batches_and_what_is_not_finite_is_left_out() ->
         scene.meter.end_batch(8, torch.tensor([loss]))
     last = scene.meter.read()
     assert (last.loss_sum, last.losses, last.samples) == (7.0, 3, 48)
+
+
+def test_losses_of_a_run_that_diverges_have_a_finite_sum() -> None:
+    scene = Scene()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for _ in range(10):
+            scene.meter.end_batch(1, torch.tensor(3e38, dtype=dtype))
+    scene.meter.end_batch(1, torch.tensor(1e300, dtype=torch.float64))
+    figures = scene.meter.read()
+    assert figures.losses == 30
+    assert figures.loss_sum == pytest.approx(9e39, rel=0.01)
