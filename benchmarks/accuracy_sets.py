@@ -12,8 +12,8 @@ measure is the accuracy on held-out samples, and for text the loss.
 Servers, exchanges and workers are the real ones, in virtual time, so a seed gives the same bits on any day. DDP is the
 mean of all workers' gradients in every step. Both have the same hyper-parameters, first weights and order of the data,
 so differences are taken by seed, and shown with their standard error. A-SGD has its defaults, other algorithms have
-nsync=10. Steps vary by a tenth in length, and an answer comes some steps later. The goal: an accuracy of at most 0.01 below DDP's, or a loss
-of at most 1 % above it.
+nsync=10. Steps vary by a tenth in length, and an answer comes some steps later. The goal: an accuracy of at most 0.01
+below DDP's, or a loss of at most 1 % above it.
 
 Every run is a line of results/accuracy_sets.jsonl, valid as long as the files that define it are unchanged. Writes the
 tables between the marks in docs/algorithms.md.

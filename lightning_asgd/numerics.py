@@ -87,11 +87,13 @@ def inner_product(one: Tensor, other: Tensor) -> float:
 
 def is_small_enough(update: Tensor, weights: Tensor) -> bool:
     """Whether an update is not larger by orders of magnitude than training can make it, and leaves weights finite."""
-    size = largest(update)
-    if size <= 1.0:
+    if not (update.dtype.is_floating_point or update.dtype.is_complex):
+        return True
+    size, end = largest(update), torch.finfo(weights.dtype).max
+    if size <= (1.0 if end < MAX_UPDATE else MAX_UPDATE):
         return True  # the usual case, without a pass over the weights
     most = largest(weights)
-    return size <= MAX_UPDATE * max(most, 1.0) and size + most <= torch.finfo(weights.dtype).max
+    return size <= MAX_UPDATE * max(most, 1.0) and size + most <= end
 
 
 def is_within_bounds(tensor: Tensor) -> bool:

@@ -31,12 +31,13 @@ def between(name: str, value: Any, least: float, most: float, *, above: bool = F
         raise ConfigurationError(f"{name}={value!r}. Expected a number {relation} {least} to {most}.")
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """Check that a setting is a whole number of at least ``least``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+def whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> int:
+    """Check that a setting is a whole number of at least ``least``, and at most ``most``."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
     example = f", such as {name}=10" if name.isidentifier() else ""
-    raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}{example}.")
+    end = "" if math.isinf(most) else f" and at most {most}"
+    raise ConfigurationError(f"{name}={value!r}. Expected a whole number of at least {least}{end}{example}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import secrets
+import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,12 +24,13 @@ def new_file(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to. At the end it is on the disk and takes the place of ``path``; if that fails, none does."""
-    for begun in path.parent.glob(f"{path.name}.*.part"):
-        process = begun.name.removeprefix(f"{path.name}.").removesuffix(".part")
-        if process == str(os.getpid()) or (process.isdecimal() and not psutil.pid_exists(int(process))):
-            begun.unlink(missing_ok=True)  # of a process that was killed; another one may be writing yet
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    """A file to write to. At the end it is on the disk and replaces ``path``, which stays as it was if that fails."""
+    mine = f"{path.name}.{socket.gethostname()}."
+    for begun in path.parent.glob(f"{glob.escape(mine)}*.part"):
+        process = begun.name.removeprefix(mine).partition(".")[0]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            begun.unlink(missing_ok=True)  # of a process that was killed
+    beside = path.with_name(f"{mine}{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with new_file(beside) as file:
             yield file

@@ -19,19 +19,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LastState:
-    """What the checkpoint holds instead of what a worker would ask the servers for.
+    """What the checkpoint holds instead of what a worker would ask the servers for."""
 
-    Attributes:
-        what: the weights, as text.
-        held: what they hold of other workers' updates.
-        weights: by name, tensors to save instead of the module's own.
-        servers: what the servers keep beside the weights; empty if they are gone.
-    """
-
-    what: str
-    held: Held = ("", ())
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    servers: list[Any] = field(default_factory=list)
+    what: str  # the weights, as text
+    held: Held = ("", ())  # what they hold of other workers' updates
+    weights: dict[str, Tensor] = field(default_factory=dict)  # by name, tensors to save instead of the module's own
+    servers: list[Any] = field(default_factory=list)  # what the servers keep beside the weights; empty if they are gone
 
 
 def last_state(synchronizer: Synchronizer) -> LastState:

@@ -125,7 +125,7 @@ class DecoupledDiLoCo(InFragments):
     always: ClassVar[tuple[Transform, ...]] = ()
 
     def __post_init__(self) -> None:
-        whole("DecoupledDiLoCo(parts)", self.parts, 1)
+        whole("DecoupledDiLoCo(parts)", self.parts, 1, 1024)
         if self.quorum is not None:
             whole("DecoupledDiLoCo(quorum)", self.quorum, 1)
         unset = (self.quorum, self.grace) == (None, 1.0)

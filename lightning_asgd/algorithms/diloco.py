@@ -71,7 +71,7 @@ class InFragments(DiLoCo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(f"{type(self).__name__}(parts)", self.parts, 1)
+        whole(f"{type(self).__name__}(parts)", self.parts, 1, 1024)
         between(f"{type(self).__name__}(alpha)", self.alpha, 0, 1)
 
     @property

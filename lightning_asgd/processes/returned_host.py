@@ -30,21 +30,13 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class Moved:
-    """Where the servers of a job are announced now.
+    """Where the servers of a job are announced now."""
 
-    Attributes:
-        host: of that rendezvous.
-        port: of that rendezvous.
-        rank: the worker whose process hosts it.
-        chief: the worker that logs and writes checkpoints.
-        program: tells the job from another one at the same address; see :func:`program_of`.
-    """
-
-    host: str
-    port: int
-    rank: int
-    chief: int
-    program: str
+    host: str  # of that rendezvous
+    port: int  # of that rendezvous
+    rank: int  # the worker whose process hosts it
+    chief: int  # the worker that logs and writes checkpoints
+    program: str  # tells the job from another one at the same address; see :func:`program_of`
 
 
 def program_of(world_size: int) -> str:
@@ -89,17 +81,11 @@ class Signpost:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A process that has just started, perhaps again.
+    """A process that has just started, perhaps again."""
 
-    Attributes:
-        rank: the worker that it is.
-        others: the other workers.
-        program: see :func:`program_of`.
-    """
-
-    rank: int
-    others: Collection[int]
-    program: str
+    rank: int  # the worker that it is
+    others: Collection[int]  # the other workers
+    program: str  # see :func:`program_of`
 
     def announce(self, rendezvous: Rendezvous) -> None:
         """Let worker 0 know that this worker has come, so that it waits for no note."""

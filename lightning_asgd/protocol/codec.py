@@ -40,7 +40,8 @@ _CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
 _RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON has the same: a look at each would take long
 _MANY = 64  # whole numbers from which on their bytes are sent
-_LARGEST = 1 << 62  # size of a tensor, and whole number as a key: hashes of larger ones are equal if a peer wants it
+_LARGEST = 1 << 60  # size of a tensor, and whole number as a key: larger ones have hashes of others
+_MOST_NUMBERS = 20_000  # as keys: a peer can choose numbers of which each is compared with half of the others
 _DIMENSIONS = 64
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
@@ -178,16 +179,14 @@ def _decode(value: Any, left: dict[int, Buffer], depth: int) -> Any:
 
 
 def _keys(items: list[Any]) -> list[Any]:
-    """Members of a set or keys of a dict, as they are. Raises a ``ProtocolError`` if a peer could choose their hashes.
-
-    Many keys with the same hash would keep a server busy for minutes.
-    """
+    """Members of a set or keys of a dict. Raises a ``ProtocolError`` where those of a peer may take minutes to hash."""
     kinds = set(map(type, items))
     numbers = items if kinds == {int} else [key for key in items if type(key) is int]
-    if not kinds <= _KEYS or (numbers and not -_LARGEST < min(numbers) <= max(numbers) < _LARGEST):
+    few = not numbers or (len(numbers) <= _MOST_NUMBERS and -_LARGEST < min(numbers) <= max(numbers) < _LARGEST)
+    if not kinds <= _KEYS or not few:
         raise ProtocolError(
-            f"A set or a dict holds {', '.join(sorted(kind.__name__ for kind in kinds))} as members or keys. Expected "
-            f"texts, bytes, enumerations, or whole numbers below {_LARGEST}."
+            f"A set or a dict holds {len(items)} {', '.join(sorted(kind.__name__ for kind in kinds))} as members or "
+            f"keys. Expected texts, bytes, enumerations, or at most {_MOST_NUMBERS} whole numbers below {_LARGEST}."
         )
     return items
 

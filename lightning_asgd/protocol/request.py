@@ -14,7 +14,7 @@ Count = Annotated[int, (0, 1 << 62)]
 Positive = Annotated[int, (1, 1 << 62)]
 Seconds = Annotated[float, (0, 1e12)]
 PerSecond = Annotated[float, (0, 1e12)]
-Fragment = Annotated[int, (0, 1023)]  # servers hold a shard of each
+Fragment = Annotated[int, (0, 1023)]  # servers hold a shard of each; as many as rules allow
 LearningRate = Annotated[float, (-1e6, 1e6)]  # servers multiply with it
 
 

@@ -12,6 +12,7 @@ from lightning_asgd.protocol.request import Request
 
 __all__ = [
     "BOOTSTRAPPED",
+    "FIRST_ORDER",
     "PROTOCOL",
     "Attach",
     "Attached",
@@ -29,6 +30,9 @@ __all__ = [
 
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
+
+FIRST_ORDER = "order of "
+"""What names of :class:`RunMetadata` begin with that say who opened an epoch; servers keep the latest few."""
 
 PROTOCOL = 35
 """Version of these messages. A server rejects a worker with another version."""
@@ -114,7 +118,7 @@ class Attached:
 class RunMetadata(Request):
     """What the workers of a run publish for each other, and for workers that join later. The last write wins."""
 
-    name: str  # what it is about; `BOOTSTRAPPED` is the one that servers read
+    name: str  # what it is about; `BOOTSTRAPPED` and `FIRST_ORDER` are those that servers know
     value: Any = None  # a plain value, or an object as `Pickled`; None to read only
     first: bool = False  # whether an earlier value stays, if there is one (put-if-absent)
 

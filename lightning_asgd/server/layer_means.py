@@ -36,8 +36,7 @@ class Means:
     def add(self, message: LayerGradient) -> list[Completion]:
         """Take a worker's gradient, whose tensor is given away by the caller; without one, the worker ends the phase.
 
-        Every worker of a layer gets its mean gradient, the same tensor. As under DDP it holds what gradients hold, also
-        the infinities by which gradient scalers skip a step.
+        Every worker of a layer gets its mean gradient, the same tensor; as under DDP not finite if one part is not.
         """
         if message.gradient is None:
             self._resting[message.worker] = message.phase

@@ -18,7 +18,7 @@ from lightning_asgd.protocol import Failure
 
 __all__ = ["Completion", "PendingReplies", "complete_with", "failure"]
 
-_MOST = 10_000  # requests of one kind that a worker can have
+_MOST = 100_000  # requests of one kind that a worker can have waiting: pieces of a large model's gradient are many
 
 
 class Completion(NamedTuple):
@@ -50,6 +50,7 @@ class PendingReplies:
         self._kinds: defaultdict[type, dict[int, None]] = defaultdict(dict)
         self._workers: defaultdict[tuple[type, int], dict[int, None]] = defaultdict(dict)
         self._arrived = 0
+        self.full: set[tuple[type, int]] = set()  # kinds and workers of which no more requests are taken
 
     def __contains__(self, request: Any) -> bool:
         return id(request) in self._pending
@@ -63,16 +64,21 @@ class PendingReplies:
         ids = [each for kind, ids in self._kinds.items() if issubclass(kind, kinds) for each in ids]
         return [request for _, request, _ in sorted(map(self._pending.__getitem__, ids), key=itemgetter(0))]
 
+    def check_room(self, request: Any) -> None:
+        """Raise a ``ProtocolError`` if too many requests of its kind and worker wait already."""
+        if _whose(request) in self.full:
+            raise ProtocolError(f"{_MOST} {type(request).__name__} messages of one worker wait. Expected fewer.")
+
     def add(self, request: Any) -> Future[Any]:
-        """Keep a request; its reply comes with the future. Raises a ``ProtocolError`` if its worker has too many."""
-        kind, worker = whose = _whose(request)
-        if len(self._workers.get(whose, ())) >= _MOST:
-            raise ProtocolError(f"{_MOST} {kind.__name__} messages of worker {worker} wait. Expected fewer.")
+        """Keep a request; its reply comes with the future."""
         future: Future[Any] = Future()
         self._arrived += 1
         self._pending[id(request)] = self._arrived, request, future
-        self._kinds[kind][id(request)] = None
-        self._workers[whose][id(request)] = None
+        self._kinds[type(request)][id(request)] = None
+        of_worker = self._workers[whose := _whose(request)]
+        of_worker[id(request)] = None
+        if len(of_worker) >= _MOST:
+            self.full.add(whose)
         return future
 
     def take(self, request: Any) -> Future[Any]:
@@ -80,6 +86,7 @@ class PendingReplies:
         *_, future = self._pending.pop(id(request))
         del self._kinds[type(request)][id(request)]
         of_worker = self._workers[_whose(request)]
+        self.full.discard(_whose(request))
         del of_worker[id(request)]
         if not of_worker:
             del self._workers[_whose(request)]

@@ -126,6 +126,8 @@ class Service:
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
                     about = message.worker, message.process, message.session
                     session.members.check_sender(*about, early=isinstance(message, Heartbeat))
+                if self._pending.full:
+                    self._pending.check_room(message)
                 return handler(message)
             except ASGDError as error:
                 return failure(error)

@@ -114,8 +114,9 @@ class RowFiles:
 
     def __init__(self, folder: Path, server: int, servers: int, count: int, columns: int) -> None:
         self._folder, self._name = folder, part_name(server, servers)
-        self._lock = os.open(self._path(".lock"), _OPEN, 0o600)
-        try:
+        with contextlib.ExitStack() as opened:
+            self._lock = os.open(self._path(".lock"), _OPEN, 0o600)
+            opened.callback(os.close, self._lock)
             _lock(self._lock, self._path(".lock"))
             if self._path(".table").exists() and not self._path(".clients").exists():
                 raise ConfigurationError(f"{self._path('.clients')} is missing. {_INCOMPLETE}")
@@ -127,11 +128,10 @@ class RowFiles:
             self._records = _mapped(self._path(".table"), torch.float32, shape, complete=self.updates > 0)
             self._inode = os.stat(self._path(".table")).st_ino
             self._journal = os.open(self._path(".journal"), _OPEN, 0o600)
+            opened.callback(os.close, self._journal)
             self._replay_journal()
             _check_sums(self._clients, self._path(".clients"))
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._opened = opened.pop_all()
 
     @property
     def are_gone(self) -> bool:
@@ -181,6 +181,8 @@ class RowFiles:
                     f"{source} is missing, or has another size than {target}. Expected a copy of the same table on the "
                     "same number of servers."
                 )
+        noted = folder / f"{self._name}.clients"
+        _check_sums(torch.from_numpy(np.fromfile(noted, np.int64)).view(-1, 4), noted)
         os.ftruncate(self._journal, 0)
         for end in COPIED:
             _overwrite(folder / f"{self._name}{end}", self._path(end))
@@ -188,8 +190,7 @@ class RowFiles:
     def close(self) -> None:
         """Let another process have the files."""
         del self._records, self._clients
-        os.close(self._journal)
-        os.close(self._lock)
+        self._opened.close()
 
     def _path(self, end: str) -> Path:
         return self._folder / f"{self._name}{end}"
@@ -260,10 +261,12 @@ def read_records(path: Path, count: int, columns: int, numbers: Tensor) -> Tenso
 
 
 def _sums(records: Tensor) -> Tensor:
-    """Each row's checksum, shape ``(k,)``, int32: another one if any bit is flipped, and 0 for a row of zeros."""
+    """Each row's checksum, shape ``(k,)``, int32: another one if a bit is flipped, and 0 for a row of zeros, a hole."""
     words = records.contiguous().view(torch.int32)
     odd = torch.arange(1, 2 * words.shape[1], 2, dtype=torch.int32)
-    return (words * odd).sum(1, dtype=torch.int32)  # modulo 2^32
+    mixed = words * odd  # modulo 2^32
+    mixed ^= (mixed >> 15) & 0x1FFFF  # else two flipped signs would cancel
+    return mixed.mul_(odd).sum(1, dtype=torch.int32)
 
 
 def _check_sums(rows: Tensor, path: Path) -> Tensor:
@@ -272,8 +275,8 @@ def _check_sums(rows: Tensor, path: Path) -> Tensor:
     noted = last.view(torch.int32) if last.dtype == torch.float32 else last
     if damaged := int((_sums(records) != noted[:, 0]).sum()):
         raise SnapshotError(
-            f"{path} is damaged: {damaged} of {len(rows)} rows that were read are not what was written. Resume from a "
-            "checkpoint, which has a copy of the table, and look at the disk."
+            f"{path} is damaged: {damaged} of {len(rows)} rows that were read are not what was written. Look at the "
+            f"disk, empty the folder {path.parent}, and resume from a checkpoint that has a copy of the table."
         )
     return records
 

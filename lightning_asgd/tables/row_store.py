@@ -20,7 +20,6 @@ from lightning_asgd.tables.row_files import (
     claim_folder,
     copy_file,
     part_name,
-    read_description,
     read_records,
 )
 from lightning_asgd.tables.row_optimizers import ROW_OPTIMIZERS
@@ -186,7 +185,7 @@ def read_rows(folder: Path, numbers: Tensor, table: TableSpec) -> Tensor:
 
 def copy_table(folder: Path, to: Path) -> None:
     """Copy a table that no server writes to. Raises a ``ConfigurationError`` unless all of its parts are here."""
-    description = read_description(folder)
+    description = check_description(folder, {})
     servers = int(description["servers"])
     names = [f"{part_name(server, servers)}{end}" for server in range(servers) for end in COPIED]
     for name in names:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_asgd.protocol import BOOTSTRAPPED
+from lightning_asgd.protocol import BOOTSTRAPPED, FIRST_ORDER
 from lightning_asgd.worker.leased_sampler import digest
 from lightning_asgd.worker.session_client import SessionClient
 
@@ -129,7 +129,7 @@ class Attachment:
     def first_order(self, epoch: str, mine: list[Any]) -> list[Any]:
         """The order of samples of the worker that opens an epoch first; ``mine`` itself if it is the same."""
         client, own = self.client, (self.client.connection.worker, digest(mine))
-        opener, first = client.note(f"order of {epoch}", own, first=True)
+        opener, first = client.note(f"{FIRST_ORDER}{epoch}", own, first=True)
         if opener == own[0]:
             client.publish_order(epoch, mine)
         if first == own[1]:

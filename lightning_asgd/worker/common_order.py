@@ -20,19 +20,12 @@ _SHARE = 0.5  # workers whose samples overlap less have shares of their own: the
 
 @dataclass(frozen=True)
 class CommonOrder:
-    """What the workers have agreed on.
+    """What the workers have agreed on."""
 
-    Attributes:
-        parts: the order of each dataloader's samples, or batches.
-        differs: whether a worker's sampler had another one.
-        divided: whether workers have shares of their own instead; then ``parts`` are this worker's.
-        about: what the workers do then.
-    """
-
-    parts: list[list[Any]]
-    differs: bool = False
-    divided: bool = False
-    about: str = ""
+    parts: list[list[Any]]  # the order of each dataloader's samples, or batches
+    differs: bool = False  # whether a worker's sampler had another one
+    divided: bool = False  # whether workers have shares of their own instead; then ``parts`` are this worker's
+    about: str = ""  # what the workers do then
 
 
 def agreed_order(collectives: Collectives, mine: list[list[Any]], *, unites: bool) -> CommonOrder:

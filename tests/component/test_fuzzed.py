@@ -15,11 +15,12 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.algorithms import ASGD, Barrier
 from lightning_asgd.errors import ProtocolError
 from lightning_asgd.layout import Role
 from lightning_asgd.protocol import (
     BOOTSTRAPPED,
+    FIRST_ORDER,
     Attach,
     Contribution,
     Epoch,
@@ -306,15 +307,56 @@ def numbered(message: Any, field: str, number: int) -> Any:
     return dataclasses.replace(message, **{field: f"{value} {number}" if isinstance(value, str) else value + number})
 
 
+def growth(handle: Callable[[Any], Any], message: Any, field: str, first: int, number: int = 200) -> float:
+    """Bytes of memory that each of some messages costs for good."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for each in range(first, first + number):
+            handle(numbered(message, field, each))
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] / number
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(("run", "message", "field"), GROWING, ids=lambda each: str(each).partition("(")[0] or "job")
-def test_what_a_broken_worker_makes_up_is_refused_in_the_end(run: str, message: Any, field: str) -> None:
+def test_what_a_broken_worker_makes_up_is_refused_in_the_end(
+    run: str, message: Any, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("pending_replies._MOST", "run_registry._MOST_SILENT", "membership._STRANGERS"):
+        monkeypatch.setattr(f"lightning_asgd.server.{limit}", 500)
     _, handle = server_of(run)
-    for number in range(10_100):
-        answer = handle(numbered(message, field, number + 2))
-        if isinstance(answer, Failure):
-            break
-    assert isinstance(answer, Failure)
-    assert number > 900
+    answers = [handle(numbered(message, field, number)) for number in range(2, 1102)]
+    assert not isinstance(answers[300], Failure)
+    assert isinstance(answers[-1], Failure)
+    assert growth(handle, message, field, 2000) < 60
+
+
+def test_a_push_that_may_wait_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_asgd.server.pending_replies._MOST", 50)
+    service = Service(lambda: 0.0)
+    handle = checked(service.handle)
+    for rank in (0, 1):
+        handle(Join("s", rank, 2))
+        weights = (torch.zeros(2),) if rank == 0 else None
+        handle(InitShard("s", rank, GROUPS, ASGD(transforms=[Barrier()]), weights))
+    push = Exchange("s", 1, 1, 0, True, True, (torch.ones(2),), may_wait=True)
+    answers = [handle(dataclasses.replace(push, seq=seq)) for seq in range(1, 200)]
+    refused = sum(isinstance(answer, Failure) for answer in answers)
+    assert service.session is not None
+    shard = service.session.shards[0]
+    assert 0 < shard.latest_push[1] == len(answers) - refused == 50
+
+
+def test_an_elastic_run_has_any_number_of_epochs() -> None:
+    service, handle = server_of("s")
+    for number in range(1200):
+        name = f"{FIRST_ORDER}s/{number}"
+        mine = handle(RunMetadata("s", 1, name, (1, "mine"), first=True))
+        assert mine == handle(RunMetadata("s", 1, name, (2, "theirs"), first=True)) == (1, "mine")
+    assert len(service.state.registry.metadata) < 10
+    assert not isinstance(handle(Attach("s", "another")), Failure)
 
 
 @pytest.mark.parametrize("run", ["", "s"], ids=["job", "elastic"])
@@ -327,15 +369,9 @@ def test_no_other_message_makes_a_server_remember_more(run: str) -> None:
             if (type(message), field) in bounded:
                 continue
             _, handle = server_of(run)
-            for number in range(300):
-                if number == 100:
-                    gc.collect()
-                    tracemalloc.start()
-                    before = tracemalloc.get_traced_memory()[0]
+            for number in range(100):
                 handle(numbered(message, field, number))
-            gc.collect()
-            each = (tracemalloc.get_traced_memory()[0] - before) / 200
-            tracemalloc.stop()
+            each = growth(handle, message, field, 100)
             if each > 60:
                 grown.append(f"{type(message).__name__}.{field}: {each:.0f} bytes each")
     assert not grown

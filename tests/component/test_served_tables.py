@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -16,12 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Embedding
 
-from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError
+from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
 from lightning_asgd.protocol import FetchRows, Join, Leave, PushRows, TableSpec
 from lightning_asgd.server.served_tables import ServedTables
 from lightning_asgd.server.service import Service
-from lightning_asgd.tables import row_files, row_store
-from lightning_asgd.tables.row_files import claim_folder
+from lightning_asgd.tables import row_files
 from lightning_asgd.tables.row_store import RowStore, first_values, read_rows
 from lightning_asgd.transports.inprocess import InProcessTransport
 from lightning_asgd.worker.connection import Connection
@@ -230,19 +230,12 @@ def test_a_flipped_bit_is_never_read_as_another_row(tmp_path: Path, end: str, co
     assert all(str(folder) in each for each in named)
 
 
-def test_copies_are_written_through_no_link_and_other_users_read_nothing(tmp_path: Path) -> None:
-    store, target = RowStore(spec(tmp_path / "t"), 0, 1), tmp_path / "target"
+def test_other_users_read_neither_tables_nor_copies(tmp_path: Path) -> None:
+    store = RowStore(spec(tmp_path / "t"), 0, 1)
     store.push(torch.tensor([4]), torch.ones(1, WIDTH), 1.0, 1, 1)
-    target.write_text("mine")
-    (tmp_path / "copy").mkdir()
-    claim_folder(tmp_path / "copy", row_store._description(spec(tmp_path / "t")) | {"servers": 1})
-    for name in ("rows-0-of-1.table", "rows-0-of-1.clients"):
-        (tmp_path / "copy" / f"{name}.{os.getpid()}.part").symlink_to(target)
-        (tmp_path / "copy" / f"{name}.partial").symlink_to(target)
     store.save(str(tmp_path / "copy"))
     store.close()
-    assert target.read_text() == "mine"
-    files = [each for folder in ("t", "copy") for each in (tmp_path / folder).iterdir() if not each.is_symlink()]
+    files = [each for folder in ("t", "copy") for each in (tmp_path / folder).iterdir()]
     assert len(files) == 8
     assert {each.stat().st_mode & 0o777 for each in files} == {0o600}
 
@@ -262,6 +255,49 @@ def test_rows_that_are_read_while_a_server_writes_them_are_read_again(
     monkeypatch.setattr(row_files, "_check_sums", half_written)
     assert torch.equal(read_rows(tmp_path / "t", row, spec(tmp_path / "t")), first_values(row, store.table) - 1)
     assert len(check) == 2
+    store.close()
+
+
+@pytest.mark.parametrize("end", ["table", "clients"])
+def test_a_damaged_table_is_restored_as_its_error_says(tmp_path: Path, end: str) -> None:
+    def read(folder: Path) -> Tensor:
+        with contextlib.closing(RowStore(spec(folder), 0, 1)) as store:
+            return store.read(row).values
+
+    store, row = RowStore(spec(tmp_path / "t"), 0, 1), torch.tensor([4])
+    store.push(row, torch.ones(1, WIDTH), 1.0, 1, 1)
+    store.push(row + 1, torch.ones(1, WIDTH), 1.0, 1, 2)  # the journal's, which is applied again
+    store.save(str(tmp_path / "copy"))
+    store.save(str(tmp_path / "damaged"))
+    store.close()
+    for folder in ("t", "damaged"):
+        path = tmp_path / folder / f"rows-0-of-1.{end}"
+        content = bytearray(path.read_bytes())
+        content[next(at for at, byte in enumerate(content) if byte)] ^= 4
+        path.write_bytes(content)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(SnapshotError, match=r"is damaged: 1 of .* rows .* empty the folder"):
+            read(tmp_path / "t")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    shutil.rmtree(tmp_path / "t")
+    store = RowStore(spec(tmp_path / "t"), 0, 1)
+    if end == "table":
+        store.load(str(tmp_path / "damaged"))
+    with pytest.raises(SnapshotError, match="is damaged"):
+        store.read(row) if end == "table" else store.load(str(tmp_path / "damaged"))
+    store.load(str(tmp_path / "copy"))
+    assert torch.equal(store.read(row).values, first_values(row, store.table) - 1)
+    assert store.push(row, torch.ones(1, WIDTH), 1.0, 1, 1).updates == 2  # it was taken
+    store.close()
+
+
+def test_flips_that_a_sum_would_not_show_are_seen(tmp_path: Path) -> None:
+    store, row = RowStore(spec(tmp_path / "t"), 0, 1), torch.tensor([4])
+    store.push(row, torch.ones(1, WIDTH), 1.0, 1, 1)
+    store._files._records[4, 1:3] *= -1  # both signs
+    with pytest.raises(SnapshotError, match="is damaged"):
+        store.read(row)
     store.close()
 
 

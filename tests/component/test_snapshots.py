@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import socket
 import subprocess
 import threading
 import warnings
@@ -539,19 +540,16 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_what_a_server_had_begun_to_write_when_it_was_killed_is_removed(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
+    snapshots, here = Snapshots(tmp_path), socket.gethostname()
     killed = subprocess.Popen(["true"])
     killed.wait()
-    for name in (
-        f"server0.pt.{killed.pid}.part",
-        f"server0.pt.{os.getppid()}.part",
-        f"server1.pt.{killed.pid}.part",
-        "mine.part",
-    ):
+    left = f"server0.pt.{here}.{killed.pid}.aa.part"
+    kept = {f"server0.pt.{here}.{os.getpid()}.bb.part"}  # of a process that may be writing yet
+    kept |= {f"server1.pt.{here}.{killed.pid}.cc.part", f"server0.pt.elsewhere.{killed.pid}.dd.part", "mine.part"}
+    for name in (left, *kept):
         (tmp_path / name).touch()
     snapshots.write(snapshot())
-    kept = {"server0.pt", f"server0.pt.{os.getppid()}.part", f"server1.pt.{killed.pid}.part", "mine.part"}
-    assert {path.name for path in tmp_path.iterdir()} == kept  # that of a process which may be writing yet, for one
+    assert {path.name for path in tmp_path.iterdir()} == {"server0.pt", *kept}
 
 
 def test_a_second_servers_snapshot_counts_if_the_first_has_one(tmp_path: Path) -> None:
@@ -653,11 +651,17 @@ def test_a_folder_has_one_host_at_a_time(tmp_path: Path) -> None:
     os.close(snapshots.lock())
 
 
-def test_nothing_is_written_through_a_link_and_other_users_read_nothing(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link_and_other_users_read_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda _: "aa")
     snapshots, target = Snapshots(tmp_path / "folder"), tmp_path / "target"
     snapshots.folder.mkdir()
     target.write_text("mine")
-    (snapshots.folder / f"server0.pt.{os.getpid()}.part").symlink_to(target)
-    snapshots.write(snapshot())
+    link = snapshots.folder / f"server0.pt.{socket.gethostname()}.{os.getpid()}.aa.part"
+    link.symlink_to(target)
+    with pytest.raises(FileExistsError):
+        snapshots.write(snapshot())
     assert target.read_text() == "mine"
+    snapshots.write(snapshot())
     assert snapshots.path(0).stat().st_mode & 0o777 == 0o600
