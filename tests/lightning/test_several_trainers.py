@@ -89,9 +89,10 @@ def test_a_strategy_goes_from_trainer_to_trainer(tmp_path: Path, first: Any, sec
     assert digest(module) != before
 
 
-def test_more_devices_than_an_earlier_trainer_has_started_are_refused_at_once(tmp_path: Path) -> None:
-    script = """
-fit("one", ASGDStrategy(), devices=1)
+@pytest.mark.parametrize("first", ["ASGDStrategy()", "'ddp'"])
+def test_more_devices_than_an_earlier_trainer_has_started_are_refused_at_once(tmp_path: Path, first: str) -> None:
+    script = f"""
+fit("one", {first}, devices=1)
 try:
     fit("two", ASGDStrategy())
 except Exception as error:
