@@ -25,13 +25,8 @@ __all__ = ["DataChoice"]
 class DataChoice:
     """The choice of one fit of one worker. All workers make it together.
 
-    Args:
-        leases: the worker's.
-        resumed: returns what a checkpoint says of the epoch that it was written in, once.
-        split: every worker is to have its own part.
-
-    Attributes:
-        loop: what is chosen; another object may take its place at the start of an epoch.
+    ``resumed`` returns once what a checkpoint says of the epoch that it was written in. With ``split`` every worker is
+    to have its own part. At the start of an epoch another object may take the place of ``loop``, which is chosen.
     """
 
     def __init__(

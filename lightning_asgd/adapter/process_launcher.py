@@ -75,13 +75,8 @@ class _Worker:
 class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # type: ignore[misc]
     """Starts the servers, then forks or spawns every worker; this process only waits for them.
 
-    Extends Lightning's multi-processing launcher.
-
-    Args:
-        job: shared with the strategy.
-        strategy: the strategy, whose copies the workers use.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        policy: whether the failure of any worker ends the others, and how long one may be silent.
+    Extends Lightning's multi-processing launcher. ``policy`` says whether the failure of any worker ends the others,
+    and how long one may be silent.
     """
 
     def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:

@@ -26,16 +26,25 @@ __all__ = [
     "Policy",
     "RankHeld",
     "RunMetadata",
+    "forget_old_orders",
 ]
 
 BOOTSTRAPPED = "founded"
 """Name of the :class:`RunMetadata` which shows that a run has weights."""
 
 FIRST_ORDER = "order of "
-"""What names of :class:`RunMetadata` begin with that say who opened an epoch; servers keep the latest few."""
+"""What names of :class:`RunMetadata` begin with that say who opened an epoch."""
+
+_EPOCHS = 4  # whose openers are known: workers are in the same one, or in the one before
 
 PROTOCOL = 35
 """Version of these messages. A server rejects a worker with another version."""
+
+
+def forget_old_orders(metadata: dict[str, Any]) -> None:
+    """Forget who opened earlier epochs, of which a run may have any number."""
+    for name in [name for name in metadata if name.startswith(FIRST_ORDER)][:-_EPOCHS]:
+        del metadata[name]
 
 
 @dataclass(frozen=True)

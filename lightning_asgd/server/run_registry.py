@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_asgd.errors import LaunchError, ProtocolError, ServerLostError, WorkerLostError
-from lightning_asgd.protocol import BOOTSTRAPPED, FIRST_ORDER, PROTOCOL, Attach, Attached, RunMetadata
+from lightning_asgd.protocol import BOOTSTRAPPED, PROTOCOL, Attach, Attached, RunMetadata, forget_old_orders
 from lightning_asgd.server.membership import Membership
 
 __all__ = ["RunRegistry", "goes_on_from"]
 
 _MOST_NAMES = 1000  # of metadata
-_EPOCHS = 4  # whose openers are known: all workers are in the same one, or in the one before
 _MOST_SILENT = 10_000  # workers that have joined, and of which nothing was heard since
 
 
@@ -110,12 +109,10 @@ class RunRegistry:
         bootstraps = message.worker == self.bootstrap_worker and not self.bootstrapped  # even if it was suspected
         if message.value is None or known or not (bootstraps or message.first or trusted):
             return False
-        if message.name.startswith(FIRST_ORDER):
-            for old in [name for name in self.metadata if name.startswith(FIRST_ORDER)][: 1 - _EPOCHS]:
-                del self.metadata[old]
         if len(self.metadata) >= _MOST_NAMES and message.name not in self.metadata:
             raise ProtocolError(f"Worker {message.worker} publishes more than {_MOST_NAMES} names. Expected fewer.")
         self.metadata[message.name] = message.value
+        forget_old_orders(self.metadata)
         return True
 
 

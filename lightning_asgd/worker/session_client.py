@@ -31,6 +31,7 @@ from lightning_asgd.protocol import (
     Policy,
     RunMetadata,
     WorkerMetrics,
+    forget_old_orders,
 )
 from lightning_asgd.worker.connection import COORDINATOR, GRACE_S, Connection, done_within
 
@@ -124,6 +125,7 @@ class SessionClient:
         noted = self.connection.ask(COORDINATOR, message)
         if noted is not None:
             self.metadata[name] = noted
+            forget_old_orders(self.metadata)
         return _read(noted)
 
     def publish_order(self, epoch: str, order: Any) -> None:

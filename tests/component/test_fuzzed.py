@@ -47,6 +47,7 @@ from lightning_asgd.protocol import (
     StatusRequest,
     WorkerMetrics,
     codec,
+    forget_old_orders,
 )
 from lightning_asgd.protocol.field_types import checked
 from lightning_asgd.server.lease_totals import WorkerLeases
@@ -350,6 +351,12 @@ def test_a_push_that_may_wait_is_refused_before_it_is_applied(monkeypatch: pytes
 
 
 def test_an_elastic_run_has_any_number_of_epochs() -> None:
+    """The names of who opened them are few, on servers and on workers, who report them if a server is lost."""
+    kept = {"entry": 1}
+    for number in range(1200):
+        kept[f"{FIRST_ORDER}s/{number}"] = number
+        forget_old_orders(kept)
+    assert list(kept.values()) == [1, 1196, 1197, 1198, 1199]
     service, handle = server_of("s")
     for number in range(1200):
         name = f"{FIRST_ORDER}s/{number}"
