@@ -98,6 +98,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         check_rank(place.rank, place.world_size, self.num_processes, self.num_nodes)
         if not place.external or place.world_size == 1:
             return
+        group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
         given, found = rank_variables.set_by_others(), rank_variables.listed()
         if type(self.cluster_environment).__name__ == "SLURMEnvironment" and "SLURM_STEP_ID" not in os.environ:
             number = os.environ.get("SLURM_NTASKS")
@@ -106,23 +107,27 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             )
         if not place.by_hand or place.foreign:
             return
-        group = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0  # of DDP, for good
-        started = self._started or group // self.num_nodes
-        if 0 < started < self.num_processes and (group or "LOCAL_RANK" not in given):
-            raise ConfigurationError(
-                f"devices={self.num_processes} was given. An earlier Trainer has started {started} "
-                "process(es), the workers of all Trainers of the script. Expected no more devices than that. Give "
-                "every Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
-            )
         if "LOCAL_RANK" not in given:  # this script has started the workers
-            return
-        if "MASTER_PORT" not in given and "STANDALONE_PORT" not in os.environ:  # Lightning's name of a fixed port
+            if 0 < self._started < self.num_processes:
+                raise ConfigurationError(
+                    f"devices={self.num_processes} was given. An earlier Trainer has started {self._started} "
+                    "process(es), the workers of all Trainers of the script. Expected no more devices than that. Give "
+                    "every Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
+                )
+        elif group and (group == 1 or place.world_size % group):  # an island's has a part of the workers
+            raise ConfigurationError(
+                f"torch.distributed has {group} process(es), probably those of an earlier Trainer of this script, and "
+                f"this Trainer has {place.world_size} workers. Expected no more devices than that one had. Give every "
+                "Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
+            )
+        elif "MASTER_PORT" not in given and "STANDALONE_PORT" not in os.environ:  # Lightning's name of a fixed port
             raise LaunchError(
                 f"{found}, so Lightning starts no workers: it expects {place.world_size} processes, which another "
                 "program starts, and which meet at MASTER_PORT. That is not set. Unset these variables if this script "
                 "is to start the workers. Else set MASTER_ADDR and MASTER_PORT, the same for every process."
             )
-        self.tree.say(f"{found}, so Lightning starts no workers here. {place.world_size} have to join.")
+        else:
+            self.tree.say(f"{found}, so Lightning starts no workers here. {place.world_size} have to join.")
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""

@@ -87,13 +87,13 @@ class TrainingJob:
     start_timeout_s: float  # seconds to wait for servers and workers
     hot_standby: bool = False  # whether to keep a standby server ready, so that a dead server is replaced at once
     may_move: bool = False  # whether another worker may host the servers if worker 0 is lost
-    asked: str = registry.AUTO  # for the transport, by its name or ``"auto"``
+    asked: str = registry.AUTO  # the transport that the user named, or ``"auto"``
     snapshot_every_s: float = 0.0  # seconds between two snapshots for another host; 0 for none
     # How many strategies were made before this one in this process; equal on all workers, which run the same program.
     number: int = field(default_factory=lambda: next(_jobs))
     launches: int = 0  # how often the Trainer was called with this strategy
     transport: str = "rpc"  # how messages are sent, once a job has begun or a run was found
-    why: str = ""  # it was chosen
+    why: str = ""  # the reason for that transport
     address: tuple[str, int] | None = None  # ``(host, port)`` of the rendezvous, None before the first launch
     # Random; two jobs that use one address one after the other have two. None before the first launch.
     name: str | None = None
@@ -109,7 +109,7 @@ class TrainingJob:
     # This process until it has been connected, where it may have been started again; else None.
     arrival: Arrival | None = None
     server_machines: int = 1  # nodes among which the servers are divided; one once another worker hosts them
-    lease_s: float = placed_servers.LEASE_S  # for which a node's servers live without reaching the first node
+    lease_s: float = placed_servers.LEASE_S  # seconds that a node's servers live without the first node
     placed: frozenset[int] = frozenset()  # servers of the present session that run on other nodes than the first one
 
     @classmethod

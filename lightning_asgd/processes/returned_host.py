@@ -32,8 +32,8 @@ _LAST_PORT = 65535
 class Moved:
     """Where the servers of a job are announced now."""
 
-    host: str  # of that rendezvous
-    port: int  # of that rendezvous
+    host: str  # of the rendezvous that announces them
+    port: int  # of the same
     rank: int  # the worker whose process hosts it
     chief: int  # the worker that logs and writes checkpoints
     program: str  # tells the job from another one at the same address; see :func:`program_of`

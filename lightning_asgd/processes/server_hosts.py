@@ -51,13 +51,8 @@ class HostAddress:
 class ServerHosts:
     """What one worker knows of the others' rendezvous, and which worker hosts the servers. Any thread may use it.
 
-    Args:
-        rank: this worker's.
-        own: its rendezvous.
-        first: the address of the job's first rendezvous, where worker 0 announces the servers.
-        may_host: whether this worker's process may host servers.
-        look: whether a worker's process lives; None if that is unknown.
-        clock: seconds.
+    ``first`` is the address of the job's first rendezvous, where worker 0 announces the servers. ``may_host`` says
+    whether this worker's process may host servers, ``look`` whether another's lives; None if that is unknown.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ _CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
 _RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON has the same: a look at each would take long
 _MANY = 64  # whole numbers from which on their bytes are sent
-_LARGEST = 1 << 60  # size of a tensor, and whole number as a key: larger ones have hashes of others
-_MOST_NUMBERS = 20_000  # as keys: a peer can choose numbers of which each is compared with half of the others
+_LARGEST = 1 << 60  # size of a tensor, and whole number as a key: from 2^61 - 1 on many numbers have one hash
+_MOST_NUMBERS = 20_000  # as keys of one dict: a peer can choose them so that each is compared with half of the others
 _DIMENSIONS = 64
 Buffer = Any
 """Bytes, a memoryview or a NumPy array."""
@@ -179,7 +179,7 @@ def _decode(value: Any, left: dict[int, Buffer], depth: int) -> Any:
 
 
 def _keys(items: list[Any]) -> list[Any]:
-    """Members of a set or keys of a dict. Raises a ``ProtocolError`` where those of a peer may take minutes to hash."""
+    """Members of a set or keys of a dict. Raises a ``ProtocolError`` if it could take minutes to build that."""
     kinds = set(map(type, items))
     numbers = items if kinds == {int} else [key for key in items if type(key) is int]
     few = not numbers or (len(numbers) <= _MOST_NUMBERS and -_LARGEST < min(numbers) <= max(numbers) < _LARGEST)
