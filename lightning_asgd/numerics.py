@@ -101,9 +101,9 @@ def is_within_bounds(tensor: Tensor) -> bool:
 
     From the Euclidean norm, which is cheaper than the largest value while the tensor is in the cache.
     """
-    if tensor.dtype.is_complex or tensor.dtype is torch.float16:
-        return False  # half precision ends far below this bound
-    return not tensor.dtype.is_floating_point or torch.dot(tensor, tensor).item() <= MAX_UPDATE**2
+    if not tensor.dtype.is_floating_point:
+        return not tensor.dtype.is_complex
+    return torch.dot(tensor, tensor).item() <= min(MAX_UPDATE**2, torch.finfo(tensor.dtype).max)  # of float16: 65,504
 
 
 def zero_nonfinite(state: Mapping[Any, Any]) -> None:

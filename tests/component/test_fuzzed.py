@@ -309,7 +309,7 @@ def numbered(message: Any, field: str, number: int) -> Any:
 
 
 def growth(handle: Callable[[Any], Any], message: Any, field: str, first: int, number: int = 200) -> float:
-    """Bytes of memory that each of some messages costs for good."""
+    """How many bytes a server keeps of each message, on average."""
     gc.collect()
     tracemalloc.start()
     try:
