@@ -47,7 +47,7 @@ class ConfigurationError(ASGDError, ValueError):
 
 
 class SnapshotError(ASGDError):
-    """What servers have written down cannot be read back, or is of another run: snapshots, tables."""
+    """What was written down cannot be read back, or is of another run: snapshots, tables, checkpoints."""
 
 
 class LaunchError(ASGDError):

@@ -62,8 +62,7 @@ class Resumption:
     def read(self, checkpoint: Mapping[str, Any], rank: int, algorithm: str, num_servers: int) -> Mapping[str, Any]:
         """Take what this worker needs from a checkpoint, which may be of another algorithm or number of servers.
 
-        Returns the worker's own optimizer and scheduler state, by Lightning's keys; none for worker 0, whose state
-        is where Lightning looks for it.
+        Returns its optimizer and scheduler state, by Lightning's keys; none for worker 0: Lightning finds that itself.
         """
         self.versions, self.servers, self.data = None, (), {}  # of a checkpoint that was read before
         entry = checkpoint.get(KEY)
@@ -244,10 +243,7 @@ def save_on_exception(trainer: Any, error: BaseException) -> None:
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint would hold at an epoch's end, without weights and optimizer states.
-
-    In their place are the optimizers' settings, such as learning rates, from which schedules continue.
-    """
+    """What a checkpoint would hold at an epoch's end, with optimizer settings in place of weights and states."""
     tree = tree_of(trainer)
     groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in trainer.optimizers]
     progress = {

@@ -22,10 +22,8 @@ __all__ = ["HeedsInValidation", "Requeueing", "defer_requeueing", "heed_engine",
 def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], None]:
     """Leave the run with torchrun's agent, and before SLURM's time limit. Returns the undo.
 
-    ``note`` handles SIGTERM, as which SLURM's warning counts.
-
-    Lightning's own handler requeues a job on its rank 0 only, which is one worker of the run and not one of each job,
-    and writes a checkpoint first.
+    ``note`` handles SIGTERM, as which SLURM's warning counts. Lightning's own handler requeues a job on its rank 0
+    only, which is one worker of the run and not one of each job, and writes a checkpoint first.
     """
     end_with_agent()
 
@@ -63,11 +61,7 @@ class Requeueing:
     """The handler of SLURM's signal in a job: Lightning's own, which writes a checkpoint, where a checkpoint is whole.
 
     Within a batch or a sync point the signal may interrupt an exchange, whose weights are then half merged, or a call
-    to a server whose lock this thread holds.
-
-    Attributes:
-        defers: whether signals wait for :meth:`handle`.
-        came: the signal that waits, with its frame.
+    to a server whose lock this thread holds: while it ``defers``, the signal waits for :meth:`handle`.
     """
 
     def __init__(self, trainer: Any) -> None:

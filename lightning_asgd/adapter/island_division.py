@@ -45,15 +45,7 @@ class IslandPlace:
 
 
 class Division:
-    """The islands of one Trainer.
-
-    Args:
-        run: to which they attach.
-        size: processes of each.
-        environment: Lightning's, which knows all of the Trainer's processes.
-        devices: this machine's.
-        num_nodes: number of machines.
-    """
+    """The islands of one Trainer, of ``size`` processes each; ``devices`` are this machine's."""
 
     def __init__(self, run: HostedRun, size: int, environment: Any, devices: list[Any], num_nodes: int) -> None:
         if size < 1 or len(devices) % size:

@@ -152,14 +152,8 @@ class Sigterm:
     """Handles SIGTERM, and an engine's warning, as without a process group: the fit ends after a batch.
 
     Lightning broadcasts the flag within its handler, and worker 0's before every batch (since 2.5.2). That would put
-    all workers in lock-step, or come between two collectives of an island.
-
-    Args:
-        trainer: whose handler is replaced.
-        alone: whether this process ends its fit alone; else when all processes of its island call :meth:`end_fit`.
-
-    Attributes:
-        came: whether this process has got the signal.
+    all workers in lock-step, or come between two collectives of an island. Unless ``alone``, the fit ends when all
+    processes of the island call :meth:`end_fit`. ``came``: whether this process has got the signal.
     """
 
     def __init__(self, trainer: Any, *, alone: bool) -> None:

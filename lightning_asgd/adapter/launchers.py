@@ -53,14 +53,7 @@ def check_rank(rank: int, world_size: int, devices: int, num_nodes: int) -> None
 
 
 class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ignore[misc]
-    """Starts the servers, then the script once more for every further device. Extends Lightning's script launcher.
-
-    Args:
-        job: shared with the strategy.
-        cluster_environment: Lightning's.
-        num_processes: workers on this machine.
-        num_nodes: number of machines.
-    """
+    """Starts the servers, then the script once more for every further device. Extends Lightning's script launcher."""
 
     _started = 0  # processes on this machine, by this one
 

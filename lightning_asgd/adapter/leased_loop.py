@@ -64,8 +64,7 @@ LeasedData = SampledData | CombinedData | StreamedData
 class LeasedLoop(Live):
     """The training loop of one fit.
 
-    The trainer's training data have been set up, and :func:`why_split` knows no reason. ``resumed`` is what a
-    checkpoint says of the epoch that it was written in: see :meth:`save`.
+    The trainer's data have been set up, and :func:`why_split` knows no reason; ``resumed`` is what :meth:`save` saved.
     """
 
     def __init__(
@@ -237,10 +236,7 @@ class LeasedLoop(Live):
         return last
 
     def after_batch(self, synchronizer: Synchronizer, discard: Callable[[], None]) -> None:
-        """A batch has been trained: find out whether there is another one before the next sync point.
-
-        ``discard`` drops what was trained since the latest push.
-        """
+        """Find out whether there is another batch before the next sync point. ``discard`` drops what is not pushed."""
         if self._ended:
             return
         self._ended = True
@@ -369,8 +365,7 @@ class LeasedLoop(Live):
     def save(self, entry: dict[str, Any], held: Held | None, *, final: bool = False) -> None:
         """Add to a checkpoint the trained part of the present epoch.
 
-        ``held``: the units whose updates its weights hold, on the chief between two sync points. ``final``: the servers
-        answer no more.
+        ``held``: units in its weights, on the chief between two sync points. ``final``: the servers answer no more.
         """
         entry["data"] = {} if self._idle or self._epoch_done else self._trained_of_epoch(held, final=final)
 

@@ -102,8 +102,7 @@ def show_expected(bar: Any, batches: int) -> None:
 def validation_marks(trainer: Any, every: Any, batches: int, before: int) -> list[int]:
     """The numbers of batches in an epoch after which validations run.
 
-    ``every`` is the number of batches between two of them: infinity, if Lightning knows no length and validates at the
-    end. ``before`` is the number of batches before the epoch.
+    ``every``: batches between two, infinity where Lightning knows no length; ``before``: batches before the epoch.
     """
     if not private_names.validates_this_epoch(trainer)():
         return []
@@ -138,12 +137,7 @@ def sync_intervals(
 
 
 class StepCounts:
-    """Both counts of one worker, of which the first follows from the second.
-
-    Attributes:
-        step: optimizer steps.
-        stepped: batches that have stepped.
-    """
+    """Both counts of a worker: ``step``, of optimizer steps, follows from ``stepped``, of batches that have stepped."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -195,8 +189,7 @@ class StepCounts:
 class BatchSchedules:
     """The learning-rate schedules of a fit that step with batches, which Lightning must not step by its own count.
 
-    Attributes:
-        stepped: batches that they have been stepped for, as counted if all workers were equally fast.
+    ``stepped``: batches that they have been stepped for, as counted if all workers were equally fast.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -226,10 +219,7 @@ class BatchSchedules:
             )
 
     def advance_to(self, position: int, accumulate: int, batches: int, steps_before: float) -> None:
-        """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``.
-
-        ``steps_before`` is the number of steps before the epoch.
-        """
+        """Advance them to a position in an epoch of ``batches``, of which each optimizer step takes ``accumulate``."""
         module = self._trainer.lightning_module
         for batch in range(self.stepped + 1, position + 1):
             if not module.automatic_optimization or (batch % accumulate and batch < batches):

@@ -43,13 +43,7 @@ _mp: Any = torch.multiprocessing
 
 
 class _Worker:
-    """The process of a worker.
-
-    Args:
-        rank: the worker's.
-        process: to which all other attributes are delegated.
-        code: the exit code that Lightning learns for this one's, which ends all workers if it is a failure.
-    """
+    """A worker's process. Lightning learns ``code`` as its exit code, which ends all workers if it is a failure."""
 
     def __init__(self, rank: int, process: Any, code: Callable[[_Worker], int | None]) -> None:
         self.rank = rank
@@ -75,8 +69,7 @@ class _Worker:
 class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # type: ignore[misc]
     """Starts the servers, then forks or spawns every worker; this process only waits for them.
 
-    Extends Lightning's multi-processing launcher. ``policy`` says whether the failure of any worker ends the others,
-    and how long one may be silent.
+    ``policy`` says whether the failure of any worker ends the others, and how long one may be silent.
     """
 
     def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:

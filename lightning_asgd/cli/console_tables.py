@@ -16,11 +16,7 @@ _WIDTH = 80  # columns of output that goes into a file
 
 
 def console() -> Console:
-    """Where to print.
-
-    Raises:
-        ConfigurationError: rich is missing.
-    """
+    """Where to print. Raises a ``ConfigurationError`` if rich is missing."""
     try:
         from rich.console import Console
     except ImportError as error:

@@ -131,13 +131,7 @@ def _write(target: Path, packed: Mapping[str, str]) -> None:
 
 
 def redacted(text: str, environment: Mapping[str, str], home: str) -> str:
-    """A text without secrets, e-mail addresses and home folders, as far as they can be recognised.
-
-    Args:
-        text: of any length.
-        environment: the values of its secrets are looked for.
-        home: the user's folder.
-    """
+    """A text without an environment's secrets, e-mail addresses and home folders, as far as these are recognised."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST and any(word in name.upper() for word in PRIVATE):
             text = text.replace(value, f"<{name}>")
@@ -152,12 +146,7 @@ def redacted(text: str, environment: Mapping[str, str], home: str) -> str:
 
 
 def events_in_order(texts: Mapping[str, str], years: Mapping[str, int]) -> Iterator[str]:
-    """The lines of all logs, and the events of metrics files, in the order of their times.
-
-    Args:
-        texts: by file name.
-        years: when a file was last changed: the logs of torch do not give the year.
-    """
+    """The lines of all logs and the events of metrics files, in the order of time; torch's logs give no year."""
     moments: list[tuple[datetime, str, str]] = []
     for name, text in texts.items():
         if name.endswith(".jsonl"):

@@ -90,13 +90,7 @@ def _look(transport: Transport) -> Status:
 
 
 def tables(run: str, view: Status, before: Status | None = None) -> RenderableType:
-    """A run's status as tables.
-
-    Args:
-        run: its name.
-        view: the coordinator's status.
-        before: an earlier status: rates are over the time since then. None: since training began.
-    """
+    """A run's status as tables. Rates are over the time since an earlier status, else since training began."""
     from rich.console import Group
     from rich.markup import escape
 

@@ -15,15 +15,7 @@ __all__ = ["module_and_loader", "named"]
 
 
 def module_and_loader(reference: str) -> tuple[Any, Any]:
-    """A LightningModule and a loader of its training data.
-
-    Args:
-        reference: as for :func:`named`: a module's class, which is made without arguments and gives its own
-            ``train_dataloader``; or a function that returns such a module, or a module and a loader.
-
-    Raises:
-        ConfigurationError: it needs arguments, or returns something else.
-    """
+    """A LightningModule and a loader of its training data, of a class or of a function; neither takes arguments."""
     make = named(reference)
     try:
         inspect.signature(make).bind()

@@ -126,10 +126,7 @@ class BatchBoard:
         return min(((self._numbers[at + _CURSOR], self._numbers[at + 1]) for at in self._programs()), default=(0, 0))[1]
 
     def forget(self) -> list[int]:
-        """Drop programs that have ended, and what they made; wait no longer for those that pause for too long.
-
-        Returns the processes of the latter.
-        """
+        """Drop programs that have ended, with what they made. Returns processes that pause for too long."""
         late = []
         for at in list(self._programs()):
             _, process, started, _, since = self._numbers[at : at + _PROGRAM]

@@ -77,11 +77,7 @@ class SampleCache:
         return None
 
     def put(self, index: int, sample: bytes) -> bool:
-        """Keep a sample if there is room for it, and its index is below ``samples``.
-
-        Returns:
-            whether it is held.
-        """
+        """Keep a sample if there is room, and its index is below ``samples``. Returns whether it is held."""
         if index >= self.samples:
             return False
         with self._memory.locked():

@@ -40,13 +40,7 @@ class Signal:
         state: Mapping[Any, Mapping[str, Any]],
         summed: Callable[[Tensor], Tensor] = lambda sums: sums,
     ) -> None:
-        """Look at an optimizer's states.
-
-        Args:
-            groups: see ``torch.optim.Optimizer.param_groups``.
-            state: see ``torch.optim.Optimizer.state``.
-            summed: adds up a tensor over processes; called where the states are sharded among them (DTensor).
-        """
+        """Look at an optimizer's states; ``summed`` adds up over the processes among which a DTensor is sharded."""
         moments = [found for group in groups for found in _moments(group, state)]
         every = math.ceil(sum(m.numel() for m, *_ in moments) / _ELEMENTS) | 1  # odd: not the same columns of each row
         alike: dict[tuple[float, float, torch.device], list[tuple[Tensor, Tensor]]] = {}

@@ -15,12 +15,7 @@ _EVERY = 10  # steps between two looks at the states
 
 
 class Gain:
-    """Multiplies the learning rate of a worker's optimizers, while they step.
-
-    Args:
-        workers: how many take part now.
-        summed: see :meth:`Signal.add`.
-    """
+    """Multiplies the learning rate of a worker's optimizers while they step; ``summed``: see :meth:`Signal.add`."""
 
     def __init__(self, workers: Callable[[], float], summed: Callable[[Tensor], Tensor] = lambda sums: sums) -> None:
         self._workers, self._summed = workers, summed

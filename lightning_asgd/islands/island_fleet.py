@@ -37,11 +37,7 @@ _OVER = "over"  # noted by the island that hosts the run, once it has written it
 class IslandFleet(ElasticFleet):
     """Calls the first process's membership on all processes together; see :class:`ElasticFleet`.
 
-    Args:
-        islands: their number in a job that hosts the run for them, so that they begin and end together; else 0.
-
-    Attributes:
-        sender: how this process sends its parts.
+    ``islands`` is their number in a job that hosts the run for them, so that they begin and end together; else 0.
     """
 
     sender: PartSender

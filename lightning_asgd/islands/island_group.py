@@ -135,9 +135,8 @@ class IslandGroup:
         """Whether training stops, and whether the fit ends. All call it together, after every batch.
 
         What all processes wish happens after this batch, and what only some wish after the next one: they learn of it
-        while that batch is trained, so no process waits for others that are behind.
-
-        Raises a ``RuntimeError`` unless all have taken as many optimizer steps, at the next call or shared call.
+        while that batch is trained, so no process waits for others that are behind. Raises a ``RuntimeError`` unless
+        all have taken as many optimizer steps, at the next call or shared call.
         """
         some_stop, some_end, _, _ = self._counted()
         if some_end:  # on all: none waits for a vote that others, which raise now, may not finish

@@ -19,11 +19,7 @@ class IslandLeases:
     """The leases of all processes together; see :class:`DataLeases`.
 
     Batches that all know of are taken and counted by each process. What may wait for the coordinator, or for other
-    workers, the first process does for all.
-
-    Args:
-        leases: this process's.
-        place: this process's place among those that share a batch, and their number.
+    workers, the first process does for all. ``place`` is this one's among those that share a batch, and their number.
     """
 
     def __init__(self, group: IslandGroup, leases: SharedLeases, place: tuple[int, int]) -> None:

@@ -212,8 +212,7 @@ def set_up_island(
 ) -> IslandSynchronizer:
     """Lay the module out over the servers, fill them if the island brings the first weights, and take theirs.
 
-    All processes of the island call it together. ``client`` is the first process's. See
-    :func:`~lightning_asgd.worker.worker_setup.set_up` for the other arguments and errors.
+    All processes call it together; ``client`` is the first one's. For the rest see ``worker_setup.set_up``.
     """
     check_shapes(module)
     trainable = trainable_parameters(module)

@@ -19,13 +19,8 @@ def steps_to_look(
 ) -> int:
     """After how many more steps one exchange is to be looked at; 0: before the next batch.
 
-    Args:
-        schedule: when exchanges are due, and how long they take.
-        steps: optimizer steps that were taken.
-        looked: those that were taken at the latest look.
-        since_s: seconds since an exchange in flight began that is not answered yet; None if none is.
-        step_s: seconds per step; 0 if unknown.
-        offline: steps that the worker may take without an exchange.
+    ``looked``: steps taken at the latest look. ``since_s``: since an unanswered exchange began; None if none is in
+    flight. ``step_s``: 0 if unknown. ``offline``: steps that the worker may take without an exchange.
     """
     due = next((more for more in range(_MOST) if any(schedule.due(steps + more, more))), _MOST)
     if since_s is None:

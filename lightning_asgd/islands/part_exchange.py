@@ -91,12 +91,7 @@ class PartSender:
 class PartExchange:
     """A process's part of one fragment.
 
-    Args:
-        sender: how this process sends.
-        layout: what this process exchanges.
-        replica: of these scalars.
-        copies: of scalars that other processes exchange, or hold too.
-        prepare: called before the module's tensors are read or changed.
+    ``copies``: of scalars that others exchange, or hold too. ``prepare`` comes before the module is read or changed.
     """
 
     def __init__(

@@ -30,9 +30,7 @@ _KNOWN = (
 class SharedLeases(DataLeases):
     """See the module's docstring, and :class:`DataLeases`.
 
-    Attributes:
-        leads: whether these are the first process's.
-        ahead: batches that wait, and that all processes know of.
+    ``leads``: whether these are the first process's. ``ahead``: batches that wait, and that all processes know of.
     """
 
     leads = True

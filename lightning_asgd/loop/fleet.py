@@ -44,8 +44,7 @@ _REFUSALS = ConfigurationError, LayoutMismatchError, ProtocolError  # of a worke
 class Fleet:
     """One worker's membership in one session, from the strategy's set-up to its teardown.
 
-    It is ``alone`` if there is no other worker, and none will join. ``client`` and ``collectives`` are replaced when
-    the worker rejoins, or with a new layout.
+    It is ``alone`` if no other worker is there or will be. A rejoin or a new layout replaces client and collectives.
     """
 
     comes_and_goes = False
@@ -155,8 +154,7 @@ class Fleet:
     ) -> None:
         """The first batch since a sync point, or of this worker: from now on all train by themselves.
 
-        ``place`` is where an epoch is between two sync intervals; empty at the beginning of an epoch, None where
-        nothing is leased. ``progress`` gives the rest.
+        ``place`` in an epoch is empty at its beginning, None where nothing is leased; ``progress`` gives the rest.
         """
         self.collectives.phase = Phase.ASYNC
 
@@ -195,8 +193,7 @@ class Fleet:
     def leave(self) -> None:
         """Wait for the others and end the session, unless this worker has failed. Servers and connection stay.
 
-        If there are other workers this one stays an idle member until the next session or the process's end: its
-        collectives still reach the others.
+        It stays an idle member until the next session or the process's end: its collectives still reach the others.
         """
         stays = not self._failed and not self.alone and not self.comes_and_goes
         try:

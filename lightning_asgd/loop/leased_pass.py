@@ -39,12 +39,7 @@ Agree = Callable[[list[str], list[Any]], list[Any]]
 
 
 class SharedData(ABC):
-    """Data whose batches all workers share, pass after pass.
-
-    Attributes:
-        data: what the program gave: a data set, or a dataloader.
-        options: arguments of ``DataLoader`` for a data set.
-    """
+    """Data whose batches all workers share, pass after pass: a dataloader, or a data set with ``options`` for one."""
 
     def __init__(self, data: Any, options: dict[str, Any]) -> None:
         self.data, self.options = data, options
@@ -214,10 +209,7 @@ class Trainee:
     """Tells the present pass from others; None if there is none."""
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
-        """What is granted of a pass over the data, with ``accumulate`` batches per optimizer step.
-
-        None if all of it was trained before the checkpoint from which training continues.
-        """
+        """What is granted of a pass over the data; None if all of it was trained before the checkpoint."""
         raise NotImplementedError
 
     def before_batch(self, batch: Any) -> None:

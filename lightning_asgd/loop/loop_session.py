@@ -36,11 +36,7 @@ log = logging.getLogger(__name__)
 class LoopSession(Participation, Trainee):
     """One worker's training in a plain loop, from joining to leaving. See :class:`Participation` and :class:`Trainee`.
 
-    Args:
-        optimizers: step hooks count their steps.
-        schedulers: learning-rate schedules that a worker that joins later continues.
-        state: where training is; that of the others replaces it if they train already.
-        interruptions: Ctrl-C and SIGTERM of this process.
+    If others train already, their ``state`` replaces this one. A worker that joins later continues the ``schedulers``.
     """
 
     def __init__(

@@ -53,15 +53,8 @@ log = logging.getLogger(__name__)
 class Participation(Live):
     """One worker's part in training a module. All workers of a job create theirs together, once they have joined.
 
-    Args:
-        module: what is trained, on its device.
-        units: what counts where batches differ in size.
-        measure: whether the distance to the servers is measured now and then.
-        late_steps: see :class:`Training`.
-
-    Attributes:
-        samples: what the servers have collected of the weights, on worker 0 at the end.
-        tables: those of the module that lie on the servers.
+    ``measure``: whether the distance to the servers is measured now and then. ``late_steps``: see :class:`Training`.
+    ``samples``: what the servers have collected of the weights, on worker 0 at the end.
     """
 
     synchronizer: Synchronizer

@@ -18,9 +18,7 @@ _SIGNALS: dict[object, str] = {TERMINATED: "SIGTERM", TIME_IS_UP: "SIGUSR1"}
 class Shell:
     """A program that neither logs nor writes checkpoints by itself, such as a plain loop. Others override methods.
 
-    Attributes:
-        device: where the worker trains.
-        loop: in which kind of loop; a run's workers have the same.
+    ``loop`` is the kind of loop in which a worker trains; a run's workers have the same.
     """
 
     device: Any = "cpu"

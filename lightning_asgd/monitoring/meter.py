@@ -74,15 +74,7 @@ class Meter:
         self._switch("train")
 
     def end_batch(self, samples: int, loss: Tensor | None = None) -> float:
-        """A batch is finished.
-
-        Args:
-            samples: number of its samples.
-            loss: its training loss, a tensor of one element without gradient; None if it has none.
-
-        Returns:
-            seconds on the meter's clock.
-        """
+        """A batch is finished; ``loss`` has one element. Returns seconds on the meter's clock."""
         self._samples += samples
         self._batches += 1
         if loss is not None:
@@ -94,11 +86,7 @@ class Meter:
         self._switch("other")
 
     def resume(self) -> float:
-        """A batch comes next.
-
-        Returns:
-            seconds on the meter's clock.
-        """
+        """A batch comes next. Returns seconds on the meter's clock."""
         return self._switch("data")
 
     def read(self) -> WorkerMetrics:
@@ -159,14 +147,7 @@ class Meter:
 
 
 def binned(histogram: Mapping[int, int]) -> dict[int, int]:
-    """A histogram of whole numbers with few bins: single numbers below 16, then powers of two.
-
-    Args:
-        histogram: how often each number was seen.
-
-    Returns:
-        counts by the smallest number of the bin, ascending.
-    """
+    """A histogram's counts by the smallest number of each bin: single numbers below 16, then powers of two."""
     bins: dict[int, int] = {}
     for value, count in sorted(dict(histogram).items()):
         start = value if value < _EXACT else 1 << (value.bit_length() - 1)

@@ -141,11 +141,7 @@ METRICS: dict[str, Metric] = {
 
 
 def measures(windows: Sequence[Window]) -> dict[str, float]:
-    """All metrics that have a value.
-
-    Args:
-        windows: of one worker, or of all.
-    """
+    """All metrics of these workers that have a value."""
     values = {name: metric.value(windows) for name, metric in METRICS.items()} if windows else {}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -188,14 +184,7 @@ def staleness(figures: Iterable[WorkerMetrics]) -> dict[int, int]:
 
 
 def bars(histogram: Mapping[int, int]) -> tuple[list[int], list[int]]:
-    """A histogram's bins, those that nothing fell into included.
-
-    Args:
-        histogram: counts by the smallest number of a bin; see :attr:`WorkerMetrics.staleness`.
-
-    Returns:
-        counts, and one edge more than counts.
-    """
+    """A histogram's counts, empty bins included, and one edge more than counts; see :attr:`WorkerMetrics.staleness`."""
     edges = [0]
     while edges[-1] <= max(histogram, default=0):
         edges.append(edges[-1] + 1 if edges[-1] < 16 else 2 * edges[-1])

@@ -56,14 +56,7 @@ def servers_of_machine(servers: int, machines: int, machine: int) -> range:
 
 
 class LentServers:
-    """Servers that this process runs for a host elsewhere, for as long as it reaches that host.
-
-    Args:
-        rendezvous: of this process.
-        settings: of servers.
-        lender: how the host names this process.
-        lease_s: seconds for which the servers live since the host was reached last.
-    """
+    """Runs servers for a host elsewhere, which names it ``lender``; they live ``lease_s`` after it was reached last."""
 
     _here = "This host"
     _level = logging.WARNING  # of what is logged as servers start, and when their order was withdrawn
@@ -79,10 +72,7 @@ class LentServers:
     def keep(self, order: dict[str, Any], now: float, reached_at: float) -> None:
         """Start the servers that an order names, keep them, or end them; an empty order names none.
 
-        Args:
-            order: as the host has given it.
-            now: seconds.
-            reached_at: when the latest question was sent to which the host has answered that the order holds.
+        ``reached_at``: when the latest question was sent to which the host has answered that the order holds.
         """
         in_time = now <= reached_at + self._lease_s
         due = bool(order) and in_time
@@ -138,10 +128,7 @@ class ServerLender(LentServers):
     def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
         """Start and end the lent servers.
 
-        Args:
-            now: seconds.
-            entry: of this host.
-            reached_at: when the latest question was sent to which the present host has answered that it serves.
+        ``reached_at``: when the latest question was sent to which the present host has answered that it serves.
         """
         order = self.rendezvous.peek(_ORDER_KEY, dict) or {}
         given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
@@ -170,10 +157,7 @@ class BorrowedShare:
 class BorrowedServers:
     """Servers that other processes run for this host, and those that it starts in the place of lost ones.
 
-    Args:
-        rendezvous: of this host.
-        settings: of servers.
-        lease_s: seconds for which borrowed servers live since their lender reached this host last.
+    ``lease_s``: seconds for which borrowed servers live since their lender reached this host last.
     """
 
     _lost = "Host %s, which lends servers %s, is lost. Others are started here."
@@ -235,14 +219,7 @@ class BorrowedServers:
 
 
 class ServerBorrower(BorrowedServers):
-    """The servers that other hosts of an elastic run lend to this one.
-
-    Args:
-        entry: of this host.
-        rendezvous: its own.
-        settings: of servers.
-        machines: among which the run's servers are divided, with this one.
-    """
+    """The servers that other hosts of an elastic run lend to this one, which counts among the ``machines``."""
 
     def __init__(self, entry: HostEntry, rendezvous: Rendezvous, settings: ServerSettings, machines: int) -> None:
         super().__init__(rendezvous, settings, entry.lease_s)

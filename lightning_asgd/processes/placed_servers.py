@@ -85,8 +85,7 @@ def node_of(key: str) -> int:
 def checked_node(machines: int, nodes: int, rank: int, node_of_process: Callable[[], int]) -> int:
     """The node of this process; 0 where servers are not divided.
 
-    Raises a ``ConfigurationError`` if they are to be divided among more nodes than there are, or worker 0 is on another
-    than the first.
+    Raises a ``ConfigurationError`` if there are fewer nodes than ``machines``, or worker 0 is not on the first.
     """
     if machines > nodes:
         raise ConfigurationError(
@@ -118,12 +117,8 @@ def node_named(server: int, key: str) -> Iterator[None]:
 class PlacedServers(BorrowedServers):
     """What the process that hosts a job's servers knows of those on other nodes.
 
-    Args:
-        overseer: of the servers here.
-        servers: of the job.
-        machines: nodes among which they are divided, with this one.
-        hosts: which worker hosts the servers, where that can change.
-        lease_s: for which a node's servers live without reaching this process.
+    ``machines`` includes this one. ``hosts`` tells which worker hosts the servers, where that can change. ``lease_s``:
+    for which a node's servers live without reaching this process.
     """
 
     _lost = "The first process of %s, which runs servers %s, is lost. Others are started here."
@@ -183,13 +178,7 @@ class PlacedServers(BorrowedServers):
 
 
 class NodeServers(LentServers):
-    """The servers that this node runs for the host.
-
-    Args:
-        node: number of this one.
-        rendezvous: of this process.
-        interface: network interface towards the other machines.
-    """
+    """The servers that this node (number ``node``) runs for the host. ``interface`` leads to the other machines."""
 
     _here = "This node"
     _level = logging.INFO  # each job starts and ends them
@@ -371,10 +360,7 @@ _inherited: list[Any] = []  # the parent's, of a forked process, which must not 
 
 
 def run_share(servers: NodeServers, transport: str, where: Callable[[], tuple[str, int]]) -> None:
-    """As the first process of a node, run its servers until the process ends, as ordered at ``where``.
-
-    Those of an earlier call are kept.
-    """
+    """As a node's first process, run its servers as ordered at ``where`` until it ends. Those of earlier calls stay."""
     global _share
     if _share is not None and _share.servers.rendezvous is servers.rendezvous:
         _share.where = where

@@ -42,16 +42,8 @@ def _cast(way: Way, worker: int, vote: list[int], lease_s: float) -> bool:
 class RunFinder:
     """The hosts of one run, as one worker knows them. Any thread may use it.
 
-    Args:
-        given: addresses of hosts, of which at least one has to live when the worker joins.
-        ask: see :func:`ask_host`. How long it waits depends on the host's lease.
-        cast: publishes a vote at a host; returns whether the host has it.
-        clock: seconds.
-
-    Attributes:
-        worker: this worker's number, once it has one.
-        term: of the host whose servers it uses; 0 before it knows any.
-        lease_s: of that host.
+    One of the ``given`` hosts has to live when the worker joins. ``cast`` publishes a vote at a host; returns whether
+    it is there. ``term`` and ``lease_s`` are of the host whose servers are used; the term is 0 before one is known.
     """
 
     def __init__(

@@ -147,11 +147,8 @@ class RunHost:
     def step(self, now: float, heard: Mapping[int, float], *, left: Collection[int] = (), stop: int = 0) -> Action:
         """What to do now.
 
-        Args:
-            now: seconds.
-            heard: as the present host: its workers, and when each was heard.
-            left: workers that have left the run. Their numbers are not given again, so they elect no host.
-            stop: the term that another host has asked this one to end.
+        The present host has ``heard`` its workers at these times. Those that have ``left`` elect no host, for their
+        numbers are not given again. ``stop`` is the term that another host has asked this one to end.
         """
         action = self._serve_on(now, heard, left, stop) if self.entry.serves else self._stand_by(now)
         if action is Action.STOP:

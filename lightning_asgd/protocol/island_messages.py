@@ -37,9 +37,8 @@ class Part:
 class InitPart(Request):
     """A process of an island says what it exchanges.
 
-    It brings first values if the shard has none, and to a lost server's replacement its copy of the weights.
-
-    In this message and the next one ``process`` is the name of the island's first process: servers know no other.
+    It brings first values if the shard has none, and to a lost server's replacement its copy of the weights. Here and
+    in the next message ``process`` is the name of the island's first process: servers know no other.
     """
 
     part: Part

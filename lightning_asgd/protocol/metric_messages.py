@@ -10,12 +10,11 @@ __all__ = ["Status", "StatusRequest", "WorkerMetrics", "WorkerStatus"]
 
 @dataclass(frozen=True)
 class WorkerMetrics:
-    """What a worker has done in a fit until now.
+    """What a worker has done in a fit until now: sums since training began, unless stated otherwise.
 
-    Rates are differences of two; see :mod:`lightning_asgd.monitoring.metric_definitions`.
-
-    All are sums since training began, unless stated otherwise. Seconds of computing and of the three kinds of
-    standing still add up to ``at_s``, together with what validations, checkpoints and other callbacks took.
+    Rates are differences of two; see :mod:`lightning_asgd.monitoring.metric_definitions`. Seconds of computing and of
+    the three kinds of standing still add up to ``at_s``, together with what validations, checkpoints and other
+    callbacks took.
     """
 
     began: float = 0.0  # when training began, in seconds since 1970 on the worker's clock

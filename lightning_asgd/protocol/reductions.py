@@ -34,10 +34,7 @@ def reduce(how: str, payloads: Mapping[int, Any]) -> Reduced:
 
 
 def combine(op: str, parts: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors of equal shape to one of the same dtype; ``op`` is one of :data:`TENSOR_REDUCTIONS`.
-
-    But the mean of integers is a floating-point tensor: that of 27 and 10 is 18.5.
-    """
+    """Reduce tensors by one of :data:`TENSOR_REDUCTIONS`, keeping shape and dtype; a mean of integers is a float."""
     stacked = torch.stack(list(parts))
     result = _OF_TENSORS[op](stacked)
     if stacked.dtype is torch.bool:

@@ -98,10 +98,7 @@ class RankHeld:
 
 @dataclass(frozen=True)
 class Attach:
-    """A worker asks to join an elastic run.
-
-    Answered once the run has weights, or once this worker is to bring them.
-    """
+    """A worker asks to join an elastic run; answered once the run has weights, or this worker is to bring them."""
 
     session: str  # name of the run
     about: str  # the worker's machine, process and device, as a text for users

@@ -164,7 +164,4 @@ class LayerGradient(Request):
 
 @dataclass(frozen=True)
 class Samples(Request):
-    """Ask for the copies of the weights that the algorithm had the shard keep.
-
-    The answer is a list of ``(version, tuple of one tensor per group)``, oldest first.
-    """
+    """Ask for kept copies of the weights: a list of ``(version, tuple of one tensor per group)``, oldest first."""

@@ -56,11 +56,7 @@ def first_key(index: int) -> str:
 
 
 class ServerActor:
-    """Hosts one server of a run, in a process of its own that is replaced if it dies.
-
-    When the actor or its node is lost, Ray starts it again: then its server succeeds the lost one, and the workers
-    restore its state.
-    """
+    """Hosts one server of a run. If Ray starts it again, its server succeeds the lost one, from the workers' state."""
 
     def __init__(self, index: int, run: RunAddress) -> None:
         run.enter()

@@ -58,10 +58,7 @@ class GroupRules:
     def push(
         self, update: Tensor, push: Push, scale: float, backup: Tensor, *, copy_back: bool, before: Before
     ) -> None:
-        """Pass a push through the transforms, and into the weights or the aggregate.
-
-        ``backup`` are the weights in the latest reply to its worker.
-        """
+        """Pass a push through the transforms into weights or aggregate. ``backup``: weights last sent to its worker."""
         algorithm, pending, ahead = self._algorithm, self.pending, self._algorithm.ahead(push)
         by_tensor = algorithm.knows_tensors
         for part in self._tensors if by_tensor else self._parts:

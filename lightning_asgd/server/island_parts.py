@@ -150,10 +150,7 @@ class IslandParts:
         return replace(report, shards=tuple(shards))
 
     def take(self, message: Exchange | ExchangePart, apply: Callable[[CompleteExchange], Any]) -> Future[Any]:
-        """Take an exchange, or a part of one. The future is of the reply.
-
-        ``apply`` is called once everything has arrived: it returns the reply to the exchange, or a future of it.
-        """
+        """Take an exchange or a part. ``apply`` is called once all is there: it returns the reply or a future of it."""
         island = self._find(message.worker, message.fragment)
         before = island.message if isinstance(message, Exchange) else island.arrived.get(message.part)
         if before is not None:

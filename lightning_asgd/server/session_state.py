@@ -100,10 +100,7 @@ class SessionState:
         return self._listed[1:]
 
     def initialise(self, message: InitShard) -> bool:
-        """Prepare for a worker's exchanges of a fragment that is laid out, and take the weights that it brings.
-
-        Returns whether exchanges can pass through shared memory.
-        """
+        """Prepare a worker's exchanges, and take weights that it brings. Returns whether they can use shared memory."""
         shard = self.shards[message.fragment]
         if shard.groups != message.groups:
             raise ProtocolError(
@@ -208,10 +205,7 @@ class SessionState:
         self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
 
     def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
-        """Take the newest state that workers report, and the algorithm's other state from a snapshot.
-
-        No worker holds that.
-        """
+        """Take the newest state that workers report, and the algorithm's, which none of them holds, from a snapshot."""
         members = self.members
         kept = snapshot.shards if snapshot is not None and snapshot.run == members.session else {}
         for fragment, shard in self.shards.items():

@@ -17,10 +17,8 @@ __all__ = ["SnapshotWriter"]
 class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     """Writes a server's snapshots from a thread, and with ``at_end`` a last one when it is closed.
 
-    ``take`` returns what is to be written, or None if nothing has happened since the last time. ``complain`` is called
-    with a sentence about each snapshot that could not be written.
-
-    Times are on the clock that all servers of a machine share, so that their snapshots are of the same time.
+    ``take`` returns what is to be written, or None if nothing has happened since the last time. ``complain`` gets a
+    sentence about each failure. All servers of a machine share the clock, so that their snapshots are of the same time.
     """
 
     def __init__(

@@ -75,10 +75,7 @@ class StateRecovery:
             self._asked = now  # there is a worker that will report
 
     def join(self, worker: int, *, reports: bool) -> bool:
-        """Note a worker that joins while the state is lost: it reports, or waits for the others' reports.
-
-        Returns whether it is the first.
-        """
+        """Note a worker that joins while the state is lost, and whether it ``reports``. Returns whether it is first."""
         first = self.phase is not RecoveryPhase.COLLECTING
         if first:
             self.reset(RecoveryPhase.COLLECTING)

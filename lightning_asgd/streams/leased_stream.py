@@ -21,14 +21,7 @@ __all__ = ["LeasedStream"]
 
 
 class LeasedStream:
-    """The samples of a dataloader, epoch after epoch.
-
-    Args:
-        loader: the program's.
-        data: what it loads, examined.
-        name: digest of the data.
-        seed: at which the orders of the shards begin.
-    """
+    """The samples of a dataloader, epoch after epoch. ``name``: digest of its data; ``seed``: of the shards' orders."""
 
     def __init__(self, loader: Any, data: ShardedData, name: bytes, seed: int) -> None:
         self._data, self._name, self._seed = data, name, seed

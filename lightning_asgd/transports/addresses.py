@@ -30,14 +30,7 @@ _BACKLOG = 128
 
 
 class ServerAddress(NamedTuple):
-    """How ZeroMQ reaches what listens somewhere, or a server behind the gateway that listens there.
-
-    Attributes:
-        host: of the process that listens there.
-        port: of that process.
-        name: the server's.
-        number: the server's at that gateway; 0 if there is none.
-    """
+    """How ZeroMQ reaches what listens somewhere, or a server behind a gateway there: its ``number``, else 0."""
 
     host: str
     port: int

@@ -54,12 +54,7 @@ _EARLY_S, _EARLY_ENDS = 1.0, 5  # a process that ends sooner, several times in a
 
 
 class Gateway:
-    """The process at a socket that listens, and its end. It is started again if it is killed.
-
-    Args:
-        listener: the socket.
-        port: of the rendezvous, on loopback.
-    """
+    """The process at a listening socket, and its end; restarted if killed. ``port``: of the rendezvous, on loopback."""
 
     def __init__(self, listener: socket.socket, port: int) -> None:
         self._listener, self._port = listener, port
@@ -164,10 +159,7 @@ def routing_id(name: str, number: int) -> bytes:
 
 
 def serves(connection: socket.socket, name: str, number: int) -> bool:
-    """Whether a server can be reached through a gateway that one is connected to.
-
-    Raises an ``OSError`` if the gateway does not say.
-    """
+    """Whether a server can be reached through a connected gateway. Raises an ``OSError`` if that does not say."""
     connection.sendall(b"\xff" + (number + 1).to_bytes(8, "big") + _ASKS + name.encode())
     answer = connection.recv(1)
     if answer not in (_YES, _NO):

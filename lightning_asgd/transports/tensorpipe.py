@@ -97,9 +97,7 @@ def asynchronous(function: Any) -> Any:
 class Agent:
     """This process's agent, in a group of this process alone. A new one takes over from the old.
 
-    Raises:
-        LaunchError: the network interface of a listening agent is down and stays down.
-        NetworkDownError: it went down while the agent was starting.
+    Raises a :class:`LaunchError` if its interface stays down, a :class:`NetworkDownError` if it goes down at the start.
     """
 
     def __init__(self, name: str, interface: str, *, listens: bool = False) -> None:
@@ -213,12 +211,9 @@ def reachable(address: str) -> bool:
 
 
 def listening_sockets() -> int:
-    """Number of sockets that this process listens on.
+    """Number of sockets that this process listens on. Raises an ``OSError`` if too many files are open to find out.
 
-    TensorPipe closes a listening socket permanently when one connection to it ends before it is set up: that of a port
-    scanner, or of a worker that was killed while it joined.
-
-    Raises an ``OSError`` if too many files are open to find out.
+    TensorPipe closes one permanently if a connection to it ends before its set-up: a port scanner's, a killed worker's.
     """
     return sum(map(_listens, map(int, os.listdir("/proc/self/fd"))))
 

@@ -39,14 +39,9 @@ _UNREADABLE = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: the other end
 class ZmqServer(Loop):
     """Answers messages in this process until it is closed.
 
-    Args:
-        handler: called from several threads; from the one that owns the socket if there are none.
-        address: to listen on. Raises an ``OSError`` if that is impossible.
-        secret: of the job.
-        listener: that listens there already, if any.
-        name: its own, at the gateway that it is behind.
-        threads: that call the handler.
-        decode: makes what the handler gets of a message's header and buffers.
+    ``threads`` call ``handler``; without any, the one that owns the socket does. ``name`` is its own, at its gateway.
+    ``decode`` makes what the handler gets of header and buffers. Raises an ``OSError`` if it cannot listen at
+    ``address``.
     """
 
     def __init__(

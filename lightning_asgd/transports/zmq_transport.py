@@ -43,10 +43,8 @@ class SecretError(RuntimeError):
 class ZmqTransport(LinkedTransport["_Route"], Loop):
     """A worker's connections to the servers.
 
-    Args:
-        addresses: theirs, each the text of a :class:`~lightning_asgd.transports.addresses.ServerAddress`.
-        secret: of the job.
-        refused_s: seconds for which a gateway may refuse connections: a tunnel that leads to it may be restarted.
+    ``addresses`` are texts of :class:`~lightning_asgd.transports.addresses.ServerAddress`. A gateway may refuse
+    connections for ``refused_s`` seconds: a tunnel that leads to it may be restarted.
     """
 
     def __init__(self, addresses: Sequence[str], secret: str, refused_s: float = 0.0) -> None:

@@ -50,10 +50,7 @@ class Attachment:
         """The processes of the workers that took part before, by name."""
 
     def arrive(self, device: Any) -> int:
-        """Attach the worker, which trains on ``device``; waits for the run's first weights.
-
-        Returns the number of earlier events.
-        """
+        """Attach a worker that trains on ``device``; waits for first weights. Returns the number of earlier events."""
         attached = self.client.attach(f"{socket.gethostname()}, process {os.getpid()}, {device}")
         self._notes, self.bootstraps, self.processes = attached.notes, attached.bootstraps, attached.processes
         self.note_chief(attached.chief)
@@ -150,8 +147,7 @@ class Attachment:
     def end_epoch(self, progress: Callable[[], dict[str, Any]], should_stop: bool) -> bool:
         """Publish or read the end of an epoch. Returns whether training ends with it.
 
-        The run ends where the chief does, and any other worker may leave it. The chief's progress is kept for
-        those that attach later.
+        The run ends where the chief does, and others may leave it; those that attach later get the chief's progress.
         """
         self.update()
         if self.chief:

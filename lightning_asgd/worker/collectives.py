@@ -194,10 +194,7 @@ class Collectives:
         target: int | None = None,
         stops: bool = False,
     ) -> dict[int, Any]:
-        """Take part in a collective, and wait for the living workers' values by rank.
-
-        ``source`` is the only worker that sends a value, ``target`` the only one that receives them; None: all.
-        """
+        """Take part in a collective: the living workers' values by rank. Only ``source`` sends, ``target`` receives."""
         client = self.client
         if client is None:
             return {self.rank: payload}

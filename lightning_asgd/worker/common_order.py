@@ -29,10 +29,7 @@ class CommonOrder:
 
 
 def agreed_order(collectives: Collectives, mine: list[list[Any]], *, unites: bool) -> CommonOrder:
-    """The chief's order if they differ. All workers call it together.
-
-    Where they have shares of their own, all of these, if it ``unites`` them.
-    """
+    """The chief's order if they differ, or all workers' shares if it ``unites`` them. All call it together."""
     if collectives.reduced("all_reduce", _NAME, digest(mine), "same").value:
         return CommonOrder(mine)
     theirs = collectives.broadcast_of_chief(mine, _NAME)

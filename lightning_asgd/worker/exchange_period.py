@@ -19,15 +19,12 @@ _FORGET = 0.8  # weight at a sync point of how long an exchange took
 
 
 class Pace:
-    """The steps between two exchanges, from what the latest ones were like.
+    """The steps between two exchanges, from what the latest ones were like; ``first`` until some are measured.
 
     An exchange should end before the next one is due, and its cost to training, on the worker and on servers that share
     its machine, should stay below 2.5 %. A longer period would make the worker follow the others less closely, and save
     nothing that can be measured. Long periods harm most early in training (Lin et al., "Don't Use Large Mini-Batches,
     Use Local SGD", ICLR 2020). So exchanges may cost a quarter of the time for 64 steps, then 16 / n after n steps.
-
-    Args:
-        first: the period until exchanges have been measured.
     """
 
     def __init__(self, first: int) -> None:

@@ -34,10 +34,7 @@ _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more bef
 
 
 class DataLeases(WorkFeed, Live):
-    """A worker's part of the shared epochs.
-
-    ``rejoin`` rejoins the session when this worker was fenced, and calls :meth:`revoke`.
-    """
+    """A worker's part of the shared epochs. If fenced, ``rejoin`` rejoins the session and calls :meth:`revoke`."""
 
     def __init__(
         self,
@@ -206,10 +203,7 @@ class DataLeases(WorkFeed, Live):
             self._begun = self._clock() - begun_s
 
     def end_batch(self, steps: int) -> bool:
-        """Note the end of a batch. Returns whether its update counts; if not, it must not reach the servers.
-
-        ``steps`` are the optimizer steps that this worker has taken since fit began.
-        """
+        """Note a batch's end after ``steps`` of this fit. Returns False if its update must not reach the servers."""
         if not self._loading:
             return True
         batch = self._loading.popleft()

@@ -43,10 +43,7 @@ class _Step:
 
 
 class ParallelReader:
-    """Has processes read what is granted of one epoch, up to ``ahead`` steps in advance.
-
-    ``ends`` tells where the shards' numbers end.
-    """
+    """Has processes read what is granted of an epoch, up to ``ahead`` steps early; ``ends`` tells where shards end."""
 
     def __init__(self, processes: Processes, ends: Sequence[int], ahead: int) -> None:
         self._processes, self._ends, self._ahead = processes, ends, ahead
@@ -145,10 +142,7 @@ class ParallelReader:
         return self._found[0] if self._found else None
 
     def end(self, number: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Forget what was granted of a shard from a number on.
-
-        Returns one past the shard's last number, and the other units of steps that lack these.
-        """
+        """Forget a shard's numbers from one on. Returns its end, and the other units of steps that lack these."""
         end = self._ends[bisect_right(self._ends, number)]
         self._found = deque(each for each in self._found if each != number)
         self._known.add(number)

@@ -48,12 +48,9 @@ __all__ = ["Replica"]
 class Replica:
     """See the module's docstring.
 
-    Args:
-        layout: where each scalar lives.
-        places: of the module's tensors, in the layout's order. The tensors are changed in place and may be strided.
-        blocks: per server, a shared block, or None to send by value.
-        remembers: whether :meth:`fetched` is wanted. It takes another vector where memory is shared.
-        offload: keep ``base`` in host memory, where the module is on a device with streams.
+    ``places`` are of the module's tensors, in the layout's order; these are changed in place, and may be strided.
+    ``blocks``: per server a shared block, or None to send by value. ``remembers``: :meth:`fetched` is wanted, which
+    takes another vector where memory is shared. ``offload``: on a device with streams, keep ``base`` in host memory.
     """
 
     _pushes_gradients = False
@@ -182,10 +179,7 @@ class Replica:
 
     @property
     def arrived(self) -> bool:
-        """Whether the latest update is on the wire, and the latest merged answer is no longer needed there.
-
-        A device takes a while for that, and nothing may be sent earlier.
-        """
+        """Whether the latest update is on the wire, and the last merged answer off it; nothing may be sent earlier."""
         return self._lane is None or self._lane.arrived
 
     def await_arrival(self) -> None:

@@ -181,11 +181,8 @@ class RowSpan:
 class RowReplica:
     """The tables of a layout; see the module's docstring.
 
-    Args:
-        layout: its groups with the role ``ROWS``.
-        places: of the module's tensors, in the layout's order.
-        base: per server and group a vector.
-        gradients: whether the sum of gradients is pushed, not the difference.
+    ``layout``: its groups with the role ``ROWS``. ``places``: of the module's tensors, in its order. ``base``: per
+    server and group a vector. ``gradients``: whether the sum of gradients is pushed, not the difference.
     """
 
     def __init__(

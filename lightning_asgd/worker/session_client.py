@@ -180,11 +180,9 @@ class SessionClient:
 class HeartbeatThread:
     """Sends the heartbeats of one worker until it is stopped, each with the worker's latest figures.
 
-    A separate thread sends them, since the training thread may be in a long step, in a validation, or waiting. A
-    process that is suspended or has lost its network sends none.
-
-    A worker that sends none for ``silence_s`` is suspected. ``on_news`` gets events of other workers, from number
-    ``told`` on; ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
+    It has its own thread, since the training thread may be in a long step, in a validation, or waiting. A worker that
+    sends none for ``silence_s`` is suspected. ``on_news`` gets events of other workers, from number ``told`` on;
+    ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
     """
 
     on_silence: Callable[[float], None] = staticmethod(lambda seconds: None)

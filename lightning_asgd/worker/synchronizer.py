@@ -123,11 +123,7 @@ class Synchronizer(Protocol):
         return ()
 
     def fetch(self, *, park: bool = False) -> Waits:
-        """Take the weights that all workers get at a sync point.
-
-        Args:
-            park: keep the worker's own weights, if the algorithm has any, for :meth:`begin` to bring back.
-        """
+        """Take the weights that all get at a sync point; with ``park`` :meth:`begin` brings back the worker's own."""
 
     def come_back(self) -> Waits:
         """Rejoin after this worker was fenced, with the servers' weights."""
@@ -139,8 +135,7 @@ class Synchronizer(Protocol):
     def catch_up(self) -> dict[str, Tensor]:
         """Weights for a checkpoint: the servers' weights with all of this worker's steps. The module is not touched.
 
-        Returns:
-            by name, tensors to save instead of the module's own; tensors that are missing here are up to date there.
+        By name, tensors to save instead of the module's own; those that are missing here are up to date there.
         """
 
     @property

@@ -54,12 +54,8 @@ class _Call:
 class TableClient:
     """See the module's docstring. Row numbers are given as int64, distinct and ascending.
 
-    Args:
-        table: what the servers keep.
-        connection: gives the present session's connection.
-        cache_rows: number of rows to cache.
-        max_age: number of steps after which a cached row is fetched again.
-        share: gives the factor for gradients.
+    ``connection`` gives the present session's, ``share`` the factor for gradients. Rows are cached for ``max_age``
+    steps.
     """
 
     def __init__(
@@ -144,10 +140,7 @@ class TableClient:
     # ------------------------------------------------------------------ files
 
     def save(self, folder: str) -> None:
-        """Have all servers copy their parts to a folder.
-
-        Raises an :class:`ASGDError` if one has lost its part: the copy is then worth nothing.
-        """
+        """Have all servers copy their parts to a folder. Raises an :class:`ASGDError` if one has lost its part."""
         self.settle()
         self._ask_all(lambda about: SaveTable(*about, folder))
         first = torch.zeros(1, dtype=torch.int64)

@@ -11,9 +11,7 @@ __all__ = ["TrainedUnits"]
 class TrainedUnits:
     """Counts batches, and knows which of them are in optimizer steps.
 
-    Args:
-        name: of the units, in plural; empty if batches are not counted.
-        count: of a batch: a number, or a tensor of one element, which is read when a total is asked for.
+    ``name`` is a plural; empty if batches are not counted. A tensor that ``count`` returns is read for totals only.
     """
 
     def __init__(self, name: str = "", count: Callable[[Any], Any] = lambda batch: 0) -> None:
