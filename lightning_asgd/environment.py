@@ -42,8 +42,10 @@ def parted(place: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def server_address(server: str) -> tuple[str, int]:
+def server_address(server: str, name: str = "server") -> tuple[str, int]:
     """Host and port of ``"host:port"``, where an IPv6 address has brackets: ``"[fd00::1]:29400"``.
+
+    ``name`` is the argument's, for the error.
 
     Raises:
         ConfigurationError: it is something else.
@@ -54,7 +56,7 @@ def server_address(server: str) -> tuple[str, int]:
         port = 0
     if not port:
         raise ConfigurationError(
-            f'server={server!r}. Expected "host:port", as `lightning-asgd serve` prints it, or "[address]:port" for an '
+            f'{name}={server!r}. Expected "host:port", as `lightning-asgd serve` prints it, or "[address]:port" for an '
             "IPv6 address."
         )
     return host, port

@@ -30,6 +30,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions, raised_by
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.whole_file import check_archive
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
 
 __all__ = ["FabricASGDStrategy"]
@@ -299,9 +300,10 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
             return dict(super().get_module_state_dict(module))
         return self._in_use.weights()
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint; weights that are loaded after ``fabric.setup()`` go to the servers too."""
-        rest: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        check_archive(path)
+        rest: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         if self._trained is not None:
             if self.collectives.phase is not Phase.SYNC:
                 raise ConfigurationError(

@@ -30,6 +30,7 @@ from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.whole_file import check_archive
 from lightning_asgd.worker.connection import GRACE_S
 
 __all__ = ["IslandStrategy", "become_island"]
@@ -303,9 +304,10 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         """An optimizer's state for a checkpoint, likewise."""
         return {} if self._alone else super().optimizer_state(optimizer)  # type: ignore[misc]
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, and note what the run resumes from if it has no weights yet."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        check_archive(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         resume = Resumption.of(self)
         resume.read(checkpoint, 0, self.options.config.algorithm_name, self._job.num_servers)
         return checkpoint

@@ -37,6 +37,7 @@ from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
+from lightning_asgd.whole_file import check_archive
 from lightning_asgd.worker.collectives import REDUCED_ALONE, Collectives, Phase, reduce_op_name
 from lightning_asgd.worker.module_state import fixed_tensors, make_identical, persistent_buffers
 
@@ -416,6 +417,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint, with this worker's own optimizer and scheduler state in the place of worker 0's."""
+        check_archive(checkpoint_path)
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         resume, name = Resumption.of(self), self.options.config.algorithm_name
         resume.tables = read_tables(self, checkpoint, checkpoint_path)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from importlib import metadata
@@ -19,18 +20,22 @@ from typing import Any, Literal
 
 from lightning_asgd.cli import machine_checks as checks
 from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check, refused
-from lightning_asgd.errors import ASGDError
+from lightning_asgd.environment import SECRET_ENV, joined, server_address
+from lightning_asgd.errors import ASGDError, LaunchError
 from lightning_asgd.validation import whole
 
 __all__ = ["doctor", "examine"]
 
 _WIDTH = 80
 _START_S = 60.0
+_REACH_S = 3.0
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other machines
 _PIECE = 16 << 20  # bytes of shared memory to try
 
 
-def doctor(*, num_nodes: int | None = None, transport: Literal["auto", "rpc", "zmq"] = "auto") -> int:
+def doctor(
+    *, num_nodes: int | None = None, transport: Literal["auto", "rpc", "zmq"] = "auto", job: str | None = None
+) -> int:
     """Show what this machine has, and what would be refused here.
 
     Run it when something does not start, and put its output into a bug report. It shows versions, devices, memory,
@@ -40,21 +45,30 @@ def doctor(*, num_nodes: int | None = None, transport: Literal["auto", "rpc", "z
     Args:
         num_nodes: machines of the job. The default is what the environment says, else 1.
         transport: the job's transport, as for ASGDStrategy.
+        job: address of a job or run that has started on another machine, as "host:port": MASTER_ADDR and MASTER_PORT,
+            or what `lightning-asgd serve` prints. Shows first what this machine and that one disagree about.
     """
     nodes = checks.number_of_machines(os.environ) if num_nodes is None else whole("num_nodes", num_nodes)
     found: list[Check] = []
-    for line in examine(nodes, transport, found, values=True):
+    place = None if job is None else server_address(job, "job")
+    compared = [] if place is None else [("Job", _job(*place, None if num_nodes is None else nodes))]
+    for line in examine(nodes, transport, found, values=True, more=compared):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()  # some checks take seconds
     return int(any(check.state == PROBLEM for check in found))
 
 
-def examine(nodes: int, transport: str, found: list[Check], *, values: bool) -> Iterator[str]:
-    """Make all checks, into ``found``, and describe them in lines of at most 80 columns.
-
-    ``values``: show those of environment variables, and not only which are set.
-    """
+def examine(
+    nodes: int,
+    transport: str,
+    found: list[Check],
+    *,
+    values: bool,
+    more: Iterable[tuple[str, Iterable[Check]]] = (),
+) -> Iterator[str]:
+    """Make all checks, after ``more``, into ``found``. Yields lines of 80 columns; ``values``: of variables, too."""
     groups = {
+        **dict(more),
         "Versions": _versions(),
         "Machine": _machine(),
         "Devices": _devices(),
@@ -92,6 +106,29 @@ def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
 def _wrapped(before: str, text: str) -> list[str]:
     indent = " " * len(before)
     return textwrap.wrap(text, _WIDTH, initial_indent=before, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _job(host: str, port: int, nodes: int | None) -> Iterator[Check]:
+    """What this machine and the one that hosts a job disagree about."""
+    from lightning_asgd.transports.entry_store import CLOCK_KEY
+    from lightning_asgd.transports.job_facts import FACTS_KEY, facts
+    from lightning_asgd.transports.rendezvous import Rendezvous
+
+    try:
+        with Rendezvous.connect(host, port, _REACH_S, "its address is --job", elsewhere=True) as there:
+            asked = time.time()
+            clock, theirs = there.peek(CLOCK_KEY, float), there.peek(FACTS_KEY, dict)
+            ahead_s = None if clock is None else clock - (asked + time.time()) / 2
+    except LaunchError as error:
+        yield refused("job", error)
+        return
+    if theirs is None:
+        text = f"{joined(host, port)} publishes no versions: it has an earlier release, or another {SECRET_ENV}."
+        yield Check("job", PROBLEM, text, "Compare both on the two machines.")
+        return
+    yield Check("secret", OK, f"{SECRET_ENV} is the job's, or none is set on either machine")
+    yield from checks.check_job(theirs, facts(), nodes)
+    yield checks.check_clocks(ahead_s)
 
 
 def _versions() -> Iterator[Check]:

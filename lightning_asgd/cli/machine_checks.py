@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_asgd.cli.console_tables import in_bytes
 from lightning_asgd.errors import ASGDError
@@ -23,6 +23,7 @@ _EXTRAS = ("pyzmq", "wandb", "rich", "matplotlib")
 _LEAST_MEMORY = 2e9  # bytes: main process, worker and server with torch imported take 1.2 GB
 _LEAST_SHM = 128 << 20  # bytes: containers get 64 MB by default
 _LEAST_FILES = 1024
+_APART_S = 1.0  # between two clocks
 _RELEASED = 2025  # no clock that is right shows an earlier year
 
 _SLURM = ("JOB_ID", "NNODES", "NTASKS", "NODEID", "PROCID", "LOCALID", "JOB_NODELIST", "CPUS_PER_TASK")
@@ -128,6 +129,43 @@ def _within(name: str, version: str, bounds: str, advice: str) -> Check:
     if SpecifierSet(bounds).contains(version, prereleases=True):
         return Check(name, OK, f"{version}, supported ({bounds or 'all'})")
     return Check(name, PROBLEM, f"{version} is not supported. Expected {bounds}.", advice)
+
+
+def check_job(theirs: Mapping[str, Any], mine: Mapping[str, Any], nodes: int | None) -> Iterator[Check]:
+    """Versions here and at the host of a job; and, if given, ``nodes`` compared with the job's ``num_nodes``."""
+    for name in mine:
+        if name not in theirs:
+            continue
+        here, there = str(mine[name]), str(theirs[name])
+        if _comparable(name, here) == _comparable(name, there):
+            yield Check(name, OK, f"{here} here, {there} there")
+        elif name in ("protocol", "lightning-asgd"):
+            advice = "Install the same version of lightning-asgd on every machine."
+            yield Check(name, PROBLEM, f"{here} here, {there} there.", advice)
+        else:
+            yield Check(name, WARNING, f"{here} here, {there} there.", "Install the same version on every machine.")
+    if "num_nodes" in theirs:
+        there = f"num_nodes={theirs['num_nodes']}, devices={theirs.get('devices')} there"
+        if nodes is None or nodes == theirs["num_nodes"]:
+            yield Check("num_nodes", OK, f"{there}{'' if nodes is None else f', num_nodes={nodes} here'}")
+        else:
+            advice = "Pass the same num_nodes and devices to the Trainer on every machine."
+            yield Check("num_nodes", PROBLEM, f"num_nodes={nodes} here, {there}.", advice)
+
+
+def _comparable(name: str, version: str) -> str:
+    """Without the build, such as ``+cu128``; of Python's the first two numbers."""
+    return ".".join(version.split(".")[:2]) if name == "Python" else version.partition("+")[0]
+
+
+def check_clocks(ahead_s: float | None) -> Check:
+    """The clock of a job's host beside this machine's."""
+    if ahead_s is None:
+        return Check("clock there", OK, "not known: the job has transport='rpc'")
+    text = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this one"
+    if abs(ahead_s) > _APART_S:
+        return Check("clock there", WARNING, text, "Synchronise both clocks (NTP), or logs are in no order.")
+    return Check("clock there", OK, text)
 
 
 # ---------------------------------------------------------------------- machine

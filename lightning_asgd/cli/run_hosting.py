@@ -26,6 +26,7 @@ from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.protocol import Status, StatusRequest
 from lightning_asgd.transports import registry
 from lightning_asgd.transports.addresses import listens
+from lightning_asgd.transports.job_facts import publish_facts
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import Transport
 
@@ -139,15 +140,7 @@ class _Heard:
 
 
 class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
-    """Keeps this process's :class:`RunHost` informed, and does what it decides.
-
-    Args:
-        entry: what this host publishes first.
-        rendezvous: its own.
-        overseer: of its servers, which it has started.
-        interface: of the network, for connections to its servers.
-        borrower: of servers that other hosts lend; None if this host has all of them.
-    """
+    """Keeps this process's :class:`RunHost` informed, and does what it decides; ``borrower``: of lent servers."""
 
     def __init__(
         self,
@@ -170,6 +163,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
         """Of this host's servers, and of those that others lend, in its rendezvous."""
         self.announced = False
         """Whether workers can find the run here."""
+        publish_facts(rendezvous)
         self._publish()
         if entry.serves and borrower is None:
             self._announce()
@@ -221,10 +215,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             self._lender.step(now, self.entry, self._host.present_reached_at)
 
     def leave(self) -> None:
-        """Let another host take over, if it is there and workers can elect it: kill the servers.
-
-        Else the servers end as in a run with one host, and write their last snapshots.
-        """
+        """Kill the servers if workers can elect another host; else these end with their last snapshots."""
         successor = self._host.successor if self.entry.serves else ""
         if successor:
             log.warning("Host %s can take over: the servers of this one are killed.", successor)

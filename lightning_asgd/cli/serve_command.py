@@ -80,7 +80,7 @@ def serve(
     with contextlib.ExitStack() as ends:
         ends.callback(rendezvous.close)
         entry = _entry(run_id, name, num_servers, rendezvous.address, where, lease_s, stopped)
-        version = _version_in(snapshots, run_id, entry.servers, ends if join is None else None)
+        version = _version_in(snapshots, run_id, entry.servers, ends, joins=join is not None)
         ends.callback(supervisor.close_current)
         settings = _settings(entry, interface, snapshots, snapshot_every_s, on_snapshot_failure)
         mine = len(servers_of_machine(entry.servers, machines, 0))
@@ -234,7 +234,9 @@ def _check_machines(machines: int, num_servers: int, join: str | None, snapshots
         )
 
 
-def _version_in(snapshots: Path | None, run_id: str, num_servers: int, ends: contextlib.ExitStack | None) -> int | None:
+def _version_in(
+    snapshots: Path | None, run_id: str, num_servers: int, ends: contextlib.ExitStack, *, joins: bool
+) -> int | None:
     """The version of a folder's snapshots; None if there are none. Other runs are kept from it until a host ``ends``.
 
     Raises a ``ConfigurationError`` for a folder that snapshots cannot be written to: they are written much later.
@@ -247,8 +249,7 @@ def _version_in(snapshots: Path | None, run_id: str, num_servers: int, ends: con
     try:
         snapshots.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=snapshots).close()
-        if ends is not None:
-            ends.callback(os.close, Snapshots(snapshots).lock())
+        ends.callback(os.close, Snapshots(snapshots).lock(run_id, joins=joins))
     except OSError as error:
         text = f"snapshots={str(snapshots)!r} cannot be written to: {error}. Expected a folder of this user's."
         raise ConfigurationError(text) from error

@@ -32,6 +32,7 @@ from lightning_asgd.transports.addresses import (
     joined,
     local_address_towards,
 )
+from lightning_asgd.transports.job_facts import check_facts, publish_facts, refused_in, telling_if_refused
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import Transport
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _REFUSED_S = 120.0  # as long as a worker waits for servers at the start
 _ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
+_FIRST_S = 5.0  # the same at first: what listens may be another program
 _LOOK_S = 1.0  # to find out whether a server was replaced
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
@@ -91,6 +93,9 @@ class TrainingJob:
     snapshot_every_s: float = 0.0  # seconds between two snapshots for another host; 0 for none
     # How many strategies were made before this one in this process; equal on all workers, which run the same program.
     number: int = field(default_factory=lambda: next(_jobs))
+    rank: int = 0  # this process's
+    nodes: int = 1  # of the job, with ``devices`` each
+    devices: int = 1
     launches: int = 0  # how often the Trainer was called with this strategy
     transport: str = "rpc"  # how messages are sent, once a job has begun or a run was found
     why: str = ""  # the reason for that transport
@@ -156,6 +161,7 @@ class TrainingJob:
         )
         kind.provide_secret(one_machine=one_machine)
         self.launches += 1
+        self.rank, self.nodes, self.devices = place.rank, place.num_nodes, place.world_size // place.num_nodes
         several = place.world_size > 1
         can_move = several and job_address.can_move(place)
         hosts = job_address.hosts_of_job() if can_move else None
@@ -193,6 +199,7 @@ class TrainingJob:
         self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False
     ) -> None:
         """Start the servers, which know that workers are ``gone``; they may ``succeed`` lost ones."""
+        publish_facts(rendezvous, num_nodes=self.nodes, devices=self.devices)
         moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
         if succeed or (self.hosts is not None and self.hosts.moved):
             self.server_machines = 1
@@ -242,7 +249,8 @@ class TrainingJob:
         self.finder = self.finder or RunFinder(self.given)
         self.address = self.finder.find(self.start_timeout_s)
         rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)
-        rendezvous.close()
+        with rendezvous, telling_if_refused(rendezvous):
+            check_facts(rendezvous)
         self.interface = interface_of(local_address_towards(self.address[0]))
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:
@@ -296,17 +304,27 @@ class TrainingJob:
                 if arrival is not None and (moved := arrival.follows(rendezvous)) is not None:
                     raise _HasMoved(moved)
 
+            def begins() -> None:
+                mine = self.rank == 0 and not _connected and not self.attaches
+                if mine and (found := refused_in(rendezvous)) is not None:
+                    raise LaunchError(found[1])  # the others are awaited, and the servers take seconds to start
+
             if arrival is not None:
                 arrival.announce(rendezvous)
                 check()
-            if not self.attaches:
-                self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
-            keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
+            with telling_if_refused(rendezvous, None if self.attaches else self.rank):
+                if not self.attaches:
+                    self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
+                    # Later the main process may not have published those of its next Trainer yet.
+                    of_job = {} if _connected else {"num_nodes": self.nodes, "devices": self.devices}
+                    check_facts(rendezvous, **of_job)
+                keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
+            begins()
             self.placed = frozenset(index for index, key in enumerate(keys) if placed_servers.node_of(key))
             found = []
             for index, key in enumerate(keys):
                 with placed_servers.node_named(index, key):
-                    found.append(rendezvous.server(index, key, self.start_timeout_s))
+                    found.append(rendezvous.server(index, key, self.start_timeout_s, check=begins))
             return found
 
     def _follow(self, moved: Moved) -> None:
@@ -326,7 +344,9 @@ class TrainingJob:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         wait_s = timeout_s or self.start_timeout_s
         hint = f"MASTER_ADDR and MASTER_PORT name it on every machine. {rank_variables.listed()}".rstrip(". ")
-        return Rendezvous.connect(*self.address, wait_s, hint, elsewhere=self.attaches, transport=self.transport)
+        about: Any = {"elsewhere": self.attaches, "transport": self.transport}
+        first = self.spans and self.name is None and not self.attaches
+        return Rendezvous.connect(*self.address, wait_s, hint, first=first, **about)
 
     def _reach_host(self) -> Rendezvous:
         """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""
@@ -334,7 +354,8 @@ class TrainingJob:
         while True:
             self._locate()
             try:
-                return self._rendezvous(min(_ATTEMPT_S, self.start_timeout_s) if self._may_be_elsewhere else None)
+                wait_s = min(_ATTEMPT_S if self.name or self.attaches else _FIRST_S, self.start_timeout_s)
+                return self._rendezvous(wait_s if self._may_be_elsewhere else None)
             except LaunchError as error:
                 if not self._may_be_elsewhere or (error.final and self.name is None) or time.monotonic() > deadline:
                     raise

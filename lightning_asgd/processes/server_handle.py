@@ -57,6 +57,10 @@ class ServerHandle:
         """Tell the server that a worker's process has ended."""
         self._send(report)
 
+    def report_refused(self, worker: int | None, why: str) -> None:
+        """Report a worker that could not join; None for one of an elastic run."""
+        self._send({"refused": worker, "why": why})
+
     def extend_lease(self, until: float) -> None:
         """Have the server end by itself at this time of ``time.monotonic()``, which all processes here share."""
         self._send({"lease_until": until})

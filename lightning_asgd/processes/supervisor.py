@@ -24,6 +24,7 @@ from lightning_asgd.process_name import machine_and_pid
 from lightning_asgd.processes import exit_code, reaper
 from lightning_asgd.processes.server_handle import ServerHandle, child_environment
 from lightning_asgd.server.server_process import UNWRITTEN, ServerSettings
+from lightning_asgd.transports.job_facts import refused_in
 from lightning_asgd.transports.job_secret import LARGEST_ENTRY
 from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
 
@@ -32,6 +33,7 @@ __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_TURNS = 3  # of looking, after which the rendezvous is asked, which may be on another machine
 _STOP_S = 3.0
 _WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
 _STANDBY_AFTER_S = 15.0  # without a server's end
@@ -40,45 +42,34 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 
 
 class Supervisor:
-    """The servers of a job, and the processes to end with it.
+    """The servers of a job, from number ``first`` on, and the processes to end with it.
 
-    Args:
-        rendezvous: where they publish their addresses; None if there are none.
-        settings: what they have in common. Where they are to write snapshots and no folder is named, they get one that
-            goes with this.
-        first: number of the first server, of a process that hosts some of a job's servers only.
+    Where servers are to write snapshots and no folder is named, they get one that goes with this.
     """
 
     def __init__(
         self, rendezvous: Rendezvous | None, settings: ServerSettings | None = None, *, first: int = 0
     ) -> None:
         self.rendezvous = rendezvous
-        self.settings = settings or ServerSettings()
-        self._first = first
+        self.settings, self._first = settings or ServerSettings(), first
         self._private: str | None = None  # folder for snapshots that are for a lost server's place only
         self._servers: list[ServerHandle] = []
         self._exits: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
-        self._lock = threading.Lock()  # of these and the list of servers
-        self._restarts = 0
-        self._failed_starts = 0  # servers in a row that ended before they served
-        self.hot_standby = False
-        """Whether one server more is to be kept ready."""
+        self._lock = threading.Lock()  # of these and the servers
+        self._restarts = self._failed_starts = 0  # the latter are servers in a row that ended before they served
+        self.hot_standby = False  # whether one server more is to be kept ready
+        # Whether another process has replaced a worker whose end was reported here.
         self.has_returned: Callable[[int], bool] = lambda rank: False
-        """Whether another process has replaced a worker whose end was reported here."""
-        self.on_close: Callable[[], None] = lambda: None
-        """Called before the servers are stopped."""
-        self._lease_until = math.inf  # of all servers
+        self.on_close: Callable[[], None] = lambda: None  # called before the servers are stopped
+        self._lease_until, self._quiet_since = math.inf, time.monotonic()  # the former is that of all servers
         self._standby: ServerHandle | None = None
-        self._quiet_since = time.monotonic()
         self._irreplaceable: str | None = None  # why a server is not replaced
         self._exit_report: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[str | int] = set()  # keys of servers, and ranks, whose end was noticed
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
-        self.refused: dict[int, int] = {}
-        """Exit codes of workers that were refused, and that another launcher watches over."""
-        self.unwritten: dict[int, str] = {}
-        """By number, what servers have said last that have ended and could not write a snapshot."""
+        self.refused: dict[int, int] = {}  # exit codes of workers that were refused, watched over by another launcher
+        self.unwritten: dict[int, str] = {}  # what servers have said last that could not write a snapshot, by number
         self._reaper: subprocess.Popen[bytes] | None = None
         self._former: Supervisor | None = None
         self._closing = threading.Event()
@@ -183,6 +174,13 @@ class Supervisor:
             self._exits.append({"session": session, "worker": worker, "reason": reason, "process": process})
             for server in self._servers:
                 server.report_exit(**self._exits[-1])
+
+    def _report_refused(self) -> None:
+        """Tell the servers of a worker that could not join."""
+        if (found := refused_in(self.rendezvous)) is not None:
+            with self._lock:
+                for server in self._servers:
+                    server.report_refused(*found)
 
     def extend_lease(self, until: float) -> None:
         """Have all servers end at this time of ``time.monotonic()``, also if this process is suspended then."""
@@ -344,9 +342,13 @@ class Supervisor:
                 self.register(self._standby.process.pid)
 
     def _watch(self) -> None:
+        turn = 0
         while not self._closing.wait(_POLL_S):
             self._keep_standby()
             self._look()
+            turn += 1
+            if turn % _TURNS == 0:
+                self._report_refused()
 
     def _look(self) -> None:
         """Look once which processes have ended, but those that are known to have."""

@@ -34,6 +34,7 @@ from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
 from lightning_asgd.transports import job_secret, registry
+from lightning_asgd.transports.job_facts import publish_facts
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.validation import whole
 
@@ -265,6 +266,7 @@ class ASGDRun:
         for index, server in enumerate(self._servers):
             keys.append(rendezvous.get(first_key(index), f"Server {index}", wait_s, server.check, kind=str))
             rendezvous.server(index, keys[-1], wait_s, check=server.check)
+        publish_facts(rendezvous)
         rendezvous.announce_run(self._address.run_id, self._address.transport, keys, tended=True)
 
     def _add_worker(self, place: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError
+from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
 from lightning_asgd.protocol import Failure, FetchRows, Leave, LoadTable, PushRows, SaveTable, TableRequest
 from lightning_asgd.server.pending_replies import failure
 from lightning_asgd.tables.row_store import RowStore
@@ -90,6 +90,9 @@ class _Part:
             return _ACTIONS[type(message)](self._open(message), message)
         except ASGDError as error:
             return failure(error)
+        except OSError as error:  # of the disk
+            where = f"a folder of this user's on server {message.server}'s machine, and room on its disk"
+            return failure(SnapshotError(f"The files of {message.table} cannot be used: {error}. Expected {where}."))
         except Exception as error:
             log.exception("Message %s failed", type(message).__name__)
             return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}.")

@@ -248,11 +248,13 @@ class _Lease:
 
 
 def _listen(service: Service, lease: _Lease) -> None:
-    """Read on stdin which workers' processes have ended: the main process, their parent, knows it at once."""
+    """Read on stdin what the main process knows of workers: which have ended, and which could not join."""
     for line in sys.stdin:
         match json.loads(line):
             case {"lease_until": until}:
                 lease.extend(until)
+            case {"refused": worker, "why": why}:
+                service.report_refused(worker, why)
             case report:
                 service.report_exit(**report)
 

@@ -40,7 +40,12 @@ class ServerState:
     """
 
     def __init__(
-        self, run: str, job: str, *, succeeds: bool, remembered: Callable[[int], Snapshot | None] | None
+        self,
+        run: str = "",
+        *,
+        job: str = "",
+        succeeds: bool = False,
+        remembered: Callable[[int], Snapshot | None] | None = None,
     ) -> None:
         self.registry = RunRegistry(run, job)
         self.recovery = StateRecovery(replaces=succeeds)
@@ -150,9 +155,7 @@ class ServerState:
                 "no process that is left of an earlier job."
             )
             members.refuse(process, why)
-            missing = members.expected - members.joined - members.left.keys()
-            # If the others wait for this worker they would do so for long. Else it may be a stranger.
-            return session.collectives.abort(why) if worker in missing else [], failure(ProtocolError(why))
+            return self.end_if_awaited(session, worker, why), failure(ProtocolError(why))
         if message.replaces and members.can_replace(worker, process):
             due = [*session.replace(message, now), *self.epochs.forget(worker, now)]
             self.registry.exits = {who: why for who, why in self.registry.exits.items() if who[1] != worker}
@@ -163,6 +166,14 @@ class ServerState:
         if message.replaces and worker in members.joined and unknown:
             return [], RankHeld("", ASK_AGAIN)  # a server that is lost knew its process, which may report
         return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
+
+    def end_if_awaited(self, session: SessionState, worker: int | None, why: str) -> list[Completion]:
+        """End the session if it waits for a worker that was refused: it would wait for long.
+
+        Otherwise that process may be a stranger.
+        """
+        awaited = worker in session.members.awaited - session.members.joined
+        return session.collectives.abort(why) if awaited else []
 
     def join(self, session: SessionState, message: Join, now: float, *, begun: bool) -> list[Completion]:
         """Let a worker join, which has ``begun`` the session itself, or not; it may know more than this server."""

@@ -70,17 +70,9 @@ _EXCHANGES = Exchange, ExchangePart
 class Service:
     """The state of one server, and the messages that change it; see :class:`ServerState` for the arguments."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        run: str = "",
-        *,
-        job: str = "",
-        succeeds: bool = False,
-        remembered: Callable[[int], Snapshot | None] | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, run: str = "", **about: Any) -> None:
         self._clock = clock
-        self.state = ServerState(run, job, succeeds=succeeds, remembered=remembered)
+        self.state = ServerState(run, **about)
         self._changed = False  # since the latest snapshot
         self.snapshot_report: Callable[[], str] = lambda: ""  # what `lightning-asgd status` shows of the latest one
         self._lock = threading.RLock()
@@ -160,6 +152,14 @@ class Service:
         with self._lock:
             if self.state.note_exit(session, worker, reason, process) and self.session is not None:
                 self._leave(Leave(self.session.members.session, worker, reason, process=""))
+
+    def report_refused(self, worker: int | None, why: str) -> None:
+        """Note a worker that could not join; None for one of an elastic run."""
+        with self._lock:
+            if self.session is not None:
+                self.session.members.refuse(why, why)
+                self._complete(self.state.end_if_awaited(self.session, worker, why))
+                self._members_changed(self.session)
 
     def abort(self, why: str) -> None:
         """End the present session for all its workers."""

@@ -56,11 +56,15 @@ class Snapshots:
         """Where a server's snapshot is."""
         return self.folder / f"server{server}.pt"
 
-    def lock(self) -> int:
-        """Keep other hosts from the folder while the file is open whose number is returned."""
-        file = os.open(self.folder / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    def lock(self, run: str, *, joins: bool) -> int:
+        """Keep other hosts from the folder while the file is open whose number is returned.
+
+        Hosts that have joined (``joins``) share it with the first host of their run.
+        """
+        file, name = os.open(self.folder / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), run.encode()
+        shared = joins and os.pread(file, len(name) + 1, 0) == name
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
             raise SnapshotError(
@@ -69,6 +73,12 @@ class Snapshots:
             ) from None
         except OSError as error:  # a file system without locks
             log.warning(f"Nothing keeps another `serve` from {self.folder}: no files can be locked there ({error}).")
+            return file
+        if not shared:
+            os.ftruncate(file, 0)
+            os.pwrite(file, name, 0)
+            os.fsync(file)  # so that other machines see it on a shared disk
+            fcntl.flock(file, fcntl.LOCK_SH)
         return file
 
     def write(self, snapshot: Snapshot) -> int:

@@ -9,7 +9,10 @@ from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import CollectiveUnavailableError, LaunchError
 from lightning_asgd.transports.addresses import ServerAddress, joined
 
-__all__ = ["EntryStore"]
+__all__ = ["CLOCK_KEY", "EntryStore"]
+
+CLOCK_KEY = "clock"
+"""An entry whose value is the time of the host's clock, in a store that can answer with it."""
 
 
 class EntryStore(ABC):

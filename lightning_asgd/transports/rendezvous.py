@@ -27,6 +27,7 @@ from lightning_asgd.transports.torch_store import TorchStore
 
 __all__ = ["Rendezvous", "successor_of"]
 
+_STRANGE_S = 3.0  # for which what listens may leave torch's client without an answer: its machine may be busy
 _T = TypeVar("_T")
 _POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
 _RETRY_S = 0.5  # after an attempt with torch's client, which prints its stack
@@ -34,13 +35,21 @@ _GRACE_S = 1.0
 _GREETING_S = 0.1  # ZeroMQ sends a greeting within milliseconds; torch's store waits for the client
 _EXPECTED_GREETING_S = 1.0  # where ZeroMQ is expected: a busy machine may be slow to greet
 _silent: set[tuple[str, int]] = set()  # addresses of torch's stores
-_FOREIGN_S = 5.0  # for which the first entry may be a stranger's, that the main process is about to write over
+_FOREIGN_S = 3.0  # for which the first entry may be a stranger's, that the main process is about to write over
 _TENDED = "tended"  # whether the host does not close while a server may be replaced
 _MOST_SUCCESSORS = 1000  # replacements of one server
 _SAME_SECRET = (
     f"Expected the same {SECRET_ENV} on all machines, or none, and no foreign process that reaches this port. Set it "
     "on every machine, and choose another port."
 )
+
+
+class _UnansweredError(ConnectionError):
+    """What listens there does not answer torch's client, for now."""
+
+
+class _StrangerError(RuntimeError):
+    """What listens there is no rendezvous."""
 
 
 class Rendezvous(AbstractContextManager["Rendezvous"]):
@@ -84,23 +93,28 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         *,
         elsewhere: bool = False,
         transport: str = "",
+        first: bool = False,
     ) -> Rendezvous:
         """Connect to a store that another process hosts, waiting for it to appear. The hint is for the error.
 
-        ``elsewhere``: it is not of a job that this process belongs to. ``transport``: the job's, if known.
+        ``elsewhere``: it is not of a job that this process belongs to. ``transport``: the job's, if known. ``first``:
+        this process has not reached the job yet, so what listens and does not answer soon is another program.
         """
         secret = given() if elsewhere else os.environ.get(SECRET_ENV)
         expected = transport == "zmq" or (elsewhere and secret is not None)
         greeting_s = _EXPECTED_GREETING_S if expected else _GREETING_S
         try:
-            return cls(_reach(host, port, secret, timeout_s, greeting_s), secret)
+            strange_s = _STRANGE_S if first else math.inf
+            return cls(_reach(host, port, secret, timeout_s, greeting_s, strange_s), secret)
         except LaunchError:
             raise
         except (OSError, RuntimeError) as error:
-            raise LaunchError(
-                f"Found no job at {joined(host, port)} within {timeout_s:g} s ({error}). Expected the main process to "
-                f"host it. Check that it runs, and that {hint}."
-            ) from error
+            refusal = LaunchError(
+                f"Found no job at {joined(host, port)}: {error}. Expected the main process to listen there. Check that "
+                f"it runs, and that {hint}."
+            )
+            refusal.final = first and isinstance(error, _StrangerError)
+            raise refusal from error
 
     @classmethod
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
@@ -146,7 +160,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """
         used, keys = self._session(session, timeout_s, check)
         if used != transport:
-            raise LaunchError(
+            raise _final(
                 f"The main process at {joined(*self.address)} has transport={used!r}, and this worker has "
                 f"transport={transport!r}. Expected the same on all machines: the same argument of ASGDStrategy, the "
                 f"same {SECRET_ENV}, and pyzmq on all or none."
@@ -269,7 +283,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
             while (found := look()) is None:
                 waited_s = time.monotonic() - begun
                 if waited_s > min(foreign_s, timeout_s) and self._store.is_foreign(key):
-                    raise LaunchError(
+                    raise _final(
                         f"The entry {key!r} at {there} was not written by a process of this job. {_SAME_SECRET}"
                     )
                 if waited_s > timeout_s:
@@ -309,34 +323,54 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         return answer
 
 
-def _reach(host: str, port: int, secret: str | None, timeout_s: float, greeting_s: float) -> EntryStore:
-    """Connect to the store that listens there, of whichever kind it is, once one does."""
-    deadline = time.monotonic() + timeout_s
+def _reach(
+    host: str, port: int, secret: str | None, timeout_s: float, greeting_s: float, strange_s: float
+) -> EntryStore:
+    """Connect to the store that listens there, of whichever kind it is, once one does.
+
+    Raises a :class:`_StrangerError` if what listens has left torch's client without an answer for ``strange_s``.
+    """
+    deadline, strange_until = time.monotonic() + timeout_s, math.inf
     while True:
         try:
             with _listener(host, port, deadline) as probe:
                 found = str(probe.getpeername()[0])
                 if not _greets(probe, 0.0 if (host, port) in _silent else greeting_s):
-                    store = _reach_torch(host, port, secret, timeout_s, deadline, probe)
+                    store = _reach_torch(host, port, secret, timeout_s, deadline, strange_s, probe)
                     if store is not None:
                         _silent.add((host, port))
                         return store
             _silent.discard((host, port))
             return _reach_zmq(host, port, secret, timeout_s, found)
+        except _UnansweredError as error:
+            strange_until = min(strange_until, time.monotonic() + strange_s)
+            if time.monotonic() > strange_until:
+                raise _StrangerError(f"another program listens there ({error})") from error
+            if time.monotonic() > deadline:
+                raise
         except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
+            strange_until = math.inf
             if time.monotonic() > deadline:
                 raise
         time.sleep(_POLL_S)
 
 
 def _reach_torch(
-    host: str, port: int, secret: str | None, timeout_s: float, deadline: float, probe: socket.socket
+    host: str,
+    port: int,
+    secret: str | None,
+    timeout_s: float,
+    deadline: float,
+    strange_s: float,
+    probe: socket.socket,
 ) -> EntryStore | None:
     """Connect to torch's store; None if ZeroMQ listens there. Raises a ``ConnectionError`` if that fails for now."""
-    attempt = TorchStore.connect(host, port, secret, timeout_s)
+    attempt, strange_until = TorchStore.connect(host, port, secret, timeout_s), time.monotonic() + strange_s
     while not attempt.done() and not _greets(probe, 0.0):
+        if time.monotonic() > strange_until:
+            raise _StrangerError("another program, or a suspended process, listens there")
         if time.monotonic() > deadline + _GRACE_S:
-            raise RuntimeError("another program listens there")
+            raise RuntimeError("what listens there does not answer")
         time.sleep(_ATTEMPT_S)
     if _greets(probe, 0.0):
         return None
@@ -344,7 +378,9 @@ def _reach_torch(
         return attempt.result()
     except RuntimeError as error:
         time.sleep(_RETRY_S)
-        raise ConnectionResetError(f"what listens there is no rendezvous: {error}") from error
+        if _greets(probe, 0.0):  # raises another error if a port forwarder has closed the connection meanwhile
+            return None
+        raise _UnansweredError(str(error)) from error
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
@@ -388,7 +424,7 @@ def _listener(host: str, port: int, deadline: float) -> socket.socket:
 
 def _greets(connection: socket.socket, wait_s: float) -> bool:
     """Whether the other end has begun with ZeroMQ's greeting. Raises a ``ConnectionError`` if it has closed."""
-    # It raises a ``RuntimeError`` if that has begun with something else: torch's store waits for the client.
+    # It raises a :class:`_StrangerError` if that has begun with something else: torch's store waits for the client.
     connection.settimeout(wait_s)
     try:
         begun = connection.recv(1, socket.MSG_PEEK)
@@ -397,7 +433,7 @@ def _greets(connection: socket.socket, wait_s: float) -> bool:
     if not begun:
         raise ConnectionResetError("the other end closed the connection")
     if begun != b"\xff":
-        raise RuntimeError("another program listens there")
+        raise _StrangerError("another program listens there")
     return True
 
 

@@ -500,6 +500,14 @@ def test_workers_with_different_tables_in_a_folder_are_told(tmp_path: Path) -> N
     cluster.close()
 
 
+def test_files_that_cannot_be_made_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cluster = Servers()
+    with pytest.raises(SnapshotError, match=r"The files of .*file/t.* cannot be used: .*Expected a folder of this user"):
+        cluster.client(spec(tmp_path / "file" / "t")).read(torch.tensor([1]))
+    cluster.close()
+
+
 def test_files_that_were_removed_are_noticed(tmp_path: Path) -> None:
     """While a worker trains, by the number of pushes; else the next message makes a new table."""
     cluster, table, row = Servers(), spec(tmp_path / "t", init_std=0.0), torch.tensor([5])

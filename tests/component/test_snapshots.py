@@ -644,11 +644,16 @@ def test_the_last_snapshot_is_written_at_the_end(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_host_at_a_time(tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path)
-    lock = snapshots.lock()
-    with pytest.raises(SnapshotError, match=r"Another `lightning-asgd serve` writes its snapshots to "):
-        Snapshots(tmp_path).lock()
+    lock = snapshots.lock("a run", joins=False)
+    for run, joins in (("a run", False), ("another", False), ("another", True)):
+        with pytest.raises(SnapshotError, match="Another `lightning-asgd serve` writes its snapshots to"):
+            Snapshots(tmp_path).lock(run, joins=joins)
+    os.close(Snapshots(tmp_path).lock("a run", joins=True))  # a host of the same run, with a folder that both share
     os.close(lock)
-    os.close(snapshots.lock())
+    lock = snapshots.lock("another", joins=True)  # with a folder of its own
+    with pytest.raises(SnapshotError):
+        Snapshots(tmp_path).lock("a run", joins=True)
+    os.close(lock)
 
 
 def test_nothing_is_written_through_a_link_and_other_users_read_nothing(

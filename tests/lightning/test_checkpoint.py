@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -60,6 +62,29 @@ def test_a_checkpoint_holds_the_servers_weights_and_a_plain_module_loads_it(tmp_
     plain.load_state_dict(checkpoint["state_dict"])
     assert digest(plain) == Recorder.read(tmp_path, 1)[-1]["digest"]
     trainer(tmp_path, "auto", devices=1).validate(plain, loader(64), verbose=False)
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, strategy(), devices=1, max_epochs=1)
+    fit.fit(Regression(), loader())
+    path, damaged, chance = tmp_path / "x.ckpt", tmp_path / "damaged.ckpt", random.Random(0)
+    refused = list[str]()
+    fit.save_checkpoint(path)
+    whole, expected = path.read_bytes(), fit.strategy.load_checkpoint(path)
+    for _ in range(200):
+        content, place = bytearray(whole), chance.randrange(len(whole))
+        content[place] ^= 1 << chance.randrange(8)
+        damaged.write_bytes(content)
+        try:
+            found = fit.strategy.load_checkpoint(damaged)
+        except Exception as error:
+            refused.append(str(error) if content[:4] == whole[:4] else "damaged")  # else it is in another format
+        else:
+            assert str(found) == str(expected), place
+    assert len(refused) > 100
+    assert [text for text in refused if not re.search("damaged|corrupted", text)] == []  # ours, or torch's
+    damaged.write_bytes(whole)
+    assert str(fit.strategy.load_checkpoint(damaged)) == str(expected)
 
 
 def test_resuming_restores_versions_and_every_workers_optimizer_and_schedule(tmp_path: Path) -> None:

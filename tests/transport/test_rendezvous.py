@@ -119,8 +119,8 @@ def test_nobody_at_the_address_is_an_error_in_time() -> None:
             Rendezvous.connect(LOOPBACK, port, timeout_s=1.0)
     assert time.monotonic() - begun < 15.0
     text = str(caught.value)
-    assert f"Found no job at 127.0.0.1:{port} within 1 s" in text
-    assert "Expected the main process to host it" in text
+    assert f"Found no job at 127.0.0.1:{port}: " in text
+    assert "Expected the main process to listen there" in text
     assert "MASTER_ADDR" in text
 
 
@@ -200,7 +200,7 @@ def test_a_port_forwarder_without_a_far_end_is_an_error_in_time(guests: ExitStac
     forwarder = Forwarder((LOOPBACK, 1), closes=math.inf)
     guests.callback(forwarder.close)
     begun = time.monotonic()
-    with pytest.raises(LaunchError, match=r"Found no job at .* within 0.5 s \(.*closed the connection"):
+    with pytest.raises(LaunchError, match=r"Found no job at .*closed the connection"):
         Rendezvous.connect(*forwarder.listener.getsockname(), timeout_s=0.5)
     assert time.monotonic() - begun < 15.0
     assert forwarder.closed > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
+from lightning_asgd.protocol import PROTOCOL
+from lightning_asgd.transports import job_facts, registry
 
 REQUIRED = [
     "torch>=2.6",
@@ -227,6 +230,38 @@ def test_several_machines_with_zmq_and_no_secret(plain: pytest.MonkeyPatch, caps
     assert said.startswith("a job on 2 machines with transport='zmq' problem MASTER_ADDR: not set")
     assert "MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be the same on every machine" in said
     assert "LIGHTNING_ASGD_SECRET is not set. Expected the same secret" in said
+
+
+@pytest.mark.parametrize("secret", ["known to all machines", None], ids=["zmq", "rpc"])
+def test_what_two_machines_disagree_about(
+    plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], secret: str | None
+) -> None:
+    plain.setattr(doctor_command, "_versions", lambda: iter(()))
+    if secret is not None:
+        plain.setenv(SECRET_ENV, secret)
+    host = registry.kind_of("rpc" if secret is None else "zmq").host_rendezvous
+    with host("127.0.0.1", 0) as job:
+        job_facts.publish_facts(job, num_nodes=3, devices=2)
+        job.put(job_facts.FACTS_KEY, {**job.peek(job_facts.FACTS_KEY, dict), "protocol": 1, "torch": "0.1"})
+        address = f"127.0.0.1:{job.address[1]}"
+        assert main(["doctor", "--job", address, "--num-nodes", "2"]) == 1
+        shown = capsys.readouterr().out
+        about, end = shown.partition("Machine")[0], " ".join(shown.partition("What would be refused: ")[2].split())
+        assert about.startswith("Job\n")
+        assert "clock there" in about
+        assert ("behind this one" in about or "ahead of this one" in about) is (secret is not None)
+        assert f"protocol: {PROTOCOL} here, 1 there. Install the same version" in end
+        assert "num_nodes: num_nodes=2 here, num_nodes=3, devices=2 there. Pass the same" in end
+        assert "0.1 there" in end
+        plain.setenv(SECRET_ENV, "another one than there")
+        begun = time.monotonic()
+        assert main(["doctor", "--job", address]) == 1
+        took, end = time.monotonic() - begun, " ".join(capsys.readouterr().out.partition("refused: ")[2].split())
+    assert "job: " in end
+    assert SECRET_ENV in end
+    assert took < 30, took
+    assert main(["doctor", "--job", "nowhere"]) == 1
+    assert "--job 'nowhere'. Expected" in capsys.readouterr().err
 
 
 def test_lightning_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""What the machines of a job must have in common. The process that hosts the job's rendezvous publishes it there."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from lightning_asgd.errors import LaunchError
+from lightning_asgd.protocol import PROTOCOL
+from lightning_asgd.transports.addresses import joined
+from lightning_asgd.transports.rendezvous import Rendezvous
+
+__all__ = ["FACTS_KEY", "check_facts", "facts", "publish_facts", "refused_in", "telling_if_refused"]
+
+FACTS_KEY = "facts"
+"""Where the host's :func:`facts` are."""
+
+REFUSED_KEY = "refused"
+"""Where the latest worker that could not join says so: its number, and why."""
+
+_OWN = "lightning-asgd"
+_LONGEST = 2000  # characters
+
+
+def facts() -> dict[str, Any]:
+    """The versions on this machine, of this package and of those that it needs."""
+    found: dict[str, Any] = {"protocol": PROTOCOL, "Python": platform.python_version()}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # used from its sources
+        found[_OWN] = metadata.version(_OWN)
+        for need in metadata.requires(_OWN) or ():
+            if "extra ==" not in need:
+                name = re.split(r"[^\w.-]", need)[0]
+                found[name] = metadata.version(name)
+    return found
+
+
+def publish_facts(rendezvous: Rendezvous, **of_job: int) -> None:
+    """Publish this machine's facts, and the job's, such as ``num_nodes``. Earlier refusals are forgotten."""
+    rendezvous.put(REFUSED_KEY, {})
+    rendezvous.put(FACTS_KEY, {**facts(), **of_job})
+
+
+def check_facts(rendezvous: Rendezvous, **of_job: int) -> None:
+    """Raise a ``LaunchError`` if the job has other messages, or is another one than this machine takes part in."""
+    theirs: dict[str, Any] = rendezvous.peek(FACTS_KEY, dict) or {}
+    there = f"the job at {joined(*rendezvous.address)}"
+    error: LaunchError | None = None
+    if theirs.get("protocol", PROTOCOL) != PROTOCOL:
+        error = LaunchError(
+            f"This machine has {_OWN} {facts().get(_OWN)} with protocol {PROTOCOL}, and {there} has {_OWN} "
+            f"{theirs.get(_OWN)} with protocol {theirs['protocol']}. Expected the same version on every machine."
+        )
+    elif {**of_job, **{name: theirs[name] for name in of_job if name in theirs}} != of_job:
+        mine, other = (", ".join(f"{name}={each.get(name)}" for name in of_job) for each in (of_job, theirs))
+        error = LaunchError(
+            f"This machine takes part in a job with {mine}, and {there} has {other}. Expected the same devices and "
+            "num_nodes on every machine, and no process that is left of an earlier job."
+        )
+    if error is not None:
+        error.final = True
+        raise error
+
+
+def refused_in(rendezvous: Rendezvous | None) -> tuple[int | None, str] | None:
+    """The number of a worker that could not join, None in an elastic run, and why; None if there is no such worker."""
+    with contextlib.suppress(RuntimeError):  # of the rendezvous
+        match None if rendezvous is None else rendezvous.peek(REFUSED_KEY, dict):
+            case {"worker": int() | None as worker, "why": str(why)}:
+                return worker, why[:_LONGEST]
+    return None
+
+
+@contextlib.contextmanager
+def telling_if_refused(rendezvous: Rendezvous, worker: int | None = None) -> Iterator[None]:
+    """Let the job know of a final error within, with which this worker cannot join; None is one of an elastic run."""
+    try:
+        yield
+    except LaunchError as error:
+        if error.final:
+            who = "A worker" if worker is None else f"Worker {worker}"
+            with contextlib.suppress(RuntimeError):
+                why = f"{who} on {platform.node()} cannot join: {error}"
+                rendezvous.put(REFUSED_KEY, {"worker": worker, "why": why})
+        raise
+    if (found := refused_in(rendezvous)) is not None and found[0] == worker:
+        rendezvous.put(REFUSED_KEY, {})  # this process replaces the one that could not join
