@@ -34,7 +34,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt disks stopping several strangers ports islands soak loop wheels newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -172,6 +172,15 @@ engines: $(VENV)/.installed-engines ## torchrun, Kubernetes, Kubeflow and SLURM 
 
 interrupt: $(VENV)/.installed-examples ## jobs are interrupted at random moments: what stays behind
 	@$(RUN) benchmarks/interrupt.py
+
+disks: $(VENV)/.installed-dev ## disks that are full, read-only, slow or gone while a job trains, flipped bits (as root); ONLY=
+	@$(RUN) -m benchmarks.disks $(if $(ONLY),--only '$(ONLY)')
+
+stopping: $(VENV)/.installed-dev ## Ctrl-C and SIGTERM in every process of every way to run: twenty minutes; ONLY=
+	@$(RUN) benchmarks/stopping.py $(if $(ONLY),--only '$(ONLY)')
+
+several: $(VENV)/.installed-dev ## several Trainers in one process, pytest, notebooks, Hydra, beside DDP; ONLY=, PAGE=1
+	@$(RUN) -m benchmarks.several_trainers $(if $(ONLY),--only '$(ONLY)') $(if $(PAGE),--page)
 
 strangers: $(VENV)/.installed-examples ## processes, connections and messages that a job does not expect (as root: on two machines too)
 	@$(RUN) benchmarks/strangers.py

@@ -25,13 +25,13 @@ from typing import Any
 
 from .overlay import OverlayError, held, overlay
 
-__all__ = ["Cell", "Row", "run_row"]
+__all__ = ["RANKS", "Cell", "Row", "run_row"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent / "scripts"  # apart: a script's folder is the first on its path
 DEADLINE_S = 240.0
 _KILL_S = 10.0
-_RANKS = (
+RANKS = (
     "RANK",
     "WORLD_SIZE",
     "MASTER_",
@@ -237,7 +237,7 @@ def _script(command: list[str], folder: Path, output: Path) -> tuple[int | None,
     Returns:
         its exit code, None if it was not done in time, and its number.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANKS)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(RANKS)}
     environment |= {"PYTHONPATH": str(ROOT), "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process compiles the whole library
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}

@@ -315,9 +315,9 @@ class TrainingJob:
             with telling_if_refused(rendezvous, None if self.attaches else self.rank):
                 if not self.attaches:
                     self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
-                    # Later the main process may not have published those of its next Trainer yet.
-                    of_job = {} if _connected else {"num_nodes": self.nodes, "devices": self.devices}
-                    check_facts(rendezvous, **of_job)
+                    # What is there may be of an earlier Trainer, or of an earlier attempt of torchrun.
+                    stale = _connected or job_address.agent_hosts()
+                    check_facts(rendezvous, **({} if stale else {"num_nodes": self.nodes, "devices": self.devices}))
                 keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
             begins()
             self.placed = frozenset(index for index, key in enumerate(keys) if placed_servers.node_of(key))

@@ -45,8 +45,10 @@ def publish_facts(rendezvous: Rendezvous, **of_job: int) -> None:
 
 
 def check_facts(rendezvous: Rendezvous, **of_job: int) -> None:
-    """Raise a ``LaunchError`` if the job has other messages, or is another one than this machine takes part in."""
-    theirs: dict[str, Any] = rendezvous.peek(FACTS_KEY, dict) or {}
+    """Raise a ``LaunchError`` if the job's messages are of another version, or it is not as this machine has it."""
+    theirs: dict[str, Any] = {}
+    with contextlib.suppress(RuntimeError):  # of the rendezvous
+        theirs = rendezvous.peek(FACTS_KEY, dict) or {}
     there = f"the job at {joined(*rendezvous.address)}"
     error: LaunchError | None = None
     if theirs.get("protocol", PROTOCOL) != PROTOCOL:

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 # Written by tests.conformance.island_column.
 ISLANDS: dict[str, str] = json.loads(Path(__file__).with_name("islands.json").read_text())
-# Written with --page by benchmarks/buffers.py, programs.py and streams.py.
-PROGRAMS = [ROOT / "benchmarks" / "libraries" / name for name in ("buffers.md", "page.md", "streams.md")]
+# Written with --page by benchmarks/several_trainers.py, buffers.py, programs.py and streams.py.
+PROGRAMS = [ROOT / "benchmarks" / "libraries" / name for name in ("several.md", "buffers.md", "page.md", "streams.md")]
 ORDER = (
     "Optimization",
     "Modules",
