@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_asgd.transports.addresses import listens
+from lightning_asgd.transports.job_facts import refused_in
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["Arrival", "Moved", "Signpost", "program_of"]
@@ -104,10 +105,10 @@ class Arrival:
     ) -> Moved | None:
         """Where the job has moved, for worker 0, which hosts the first rendezvous. The others follow it.
 
-        None once all others have come, since the job begins then, or if no worker notes anything in time.
+        None once all others have come, since the job begins then, or one cannot; also if no worker notes anything.
         """
         deadline, missing = clock() + _START_S, set(self.others)
-        while missing and clock() < deadline:
+        while missing and clock() < deadline and refused_in(rendezvous) is None:
             moved = self._moved(rendezvous)
             if moved is not None and moved.rank in missing:  # else that worker has been started again, too
                 rendezvous.put(_FOLLOWED, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest
 
 ROOT = Path(__file__).parents[2]
 SECRET = "known to both machines"
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 WITHIN_S = 5.0
 PROGRAM = """
 import sys, time
@@ -125,8 +127,8 @@ def another_version(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "variables", "texts", "both_end"),
     [
-        ([{}, {}], [{}, {SECRET_ENV: "another one than there"}], (f"another {SECRET_ENV}", SECRET_ENV), False),
-        ([{}, {}], [{}, {SECRET_ENV: None}], (f"another {SECRET_ENV}, or none", f"{SECRET_ENV} is not set"), False),
+        SLOW([{}, {}], [{}, {SECRET_ENV: "another one than there"}], (f"another {SECRET_ENV}", SECRET_ENV), False),
+        SLOW([{}, {}], [{}, {SECRET_ENV: None}], (f"another {SECRET_ENV}, or none", f"{SECRET_ENV} is not set"), False),
         ([{}, {}], [{SECRET_ENV: None}, {}], (SECRET_ENV, SECRET_ENV), True),
         ([{}, {"num_nodes": 3}], [{}, {}], ("Expected the same devices and num_nodes",) * 2, True),
         ([{}, {"devices": 2}], [{}, {}], ("Expected the same devices and num_nodes",) * 2, True),
@@ -140,7 +142,7 @@ def test_both_machines_say_why(
     check(nodes, texts, both_end=both_end)
 
 
-@pytest.mark.parametrize("secret", [SECRET, None], ids=["zmq", "rpc"])
+@pytest.mark.parametrize("secret", [SECRET, SLOW(None)], ids=["zmq", "rpc"])
 def test_another_version(tmp_path: Path, machines: network.Network, secret: str | None) -> None:
     path = another_version(tmp_path)
     variables: list[Any] = [{SECRET_ENV: secret}, {SECRET_ENV: secret, "PYTHONPATH": path}]
@@ -152,6 +154,7 @@ def test_another_version(tmp_path: Path, machines: network.Network, secret: str 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [(0, 1), (1,)], ids=["both", "the second"])
 def test_a_name_that_does_not_resolve(tmp_path: Path, machines: network.Network, at: tuple[int, ...]) -> None:
     variables: list[Any] = [{"MASTER_ADDR": "nowhere.invalid"} if n in at else {} for n in (0, 1)]
@@ -167,7 +170,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("holder", [*map(SLOW, ["greets", "answers"]), "silent"])
 def test_a_port_that_another_program_has(tmp_path: Path, machines: network.Network, holder: str) -> None:
     program = (
         f"import socket\nlistener = socket.create_server(({machines.addresses[0]!r}, 29555))\nkept = []\n"
