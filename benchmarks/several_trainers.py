@@ -44,7 +44,7 @@ WAYS = {"A-SGD": ("asgd", "ddp"), "DDP": ("ddp", "asgd")}
 HEAD = f"""## Several Trainers, tests, notebooks and Hydra
 
 Made by `make several`: Trainers that follow each other in one process, with {SAMPLES} samples. *works*: every call sees
-every sample exactly once, and the exit code is 0. DDP has the same programs.
+every sample exactly once, and the exit code is 0. DDP runs the same programs.
 """
 
 

@@ -47,7 +47,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_archive(path: Any) -> None:
-    """Raise a ``SnapshotError`` if a checkpoint on this machine is not as it was written. torch does not look."""
+    """Raise a ``SnapshotError`` if a checkpoint on this machine is not as it was written. torch does not check."""
     if not isinstance(path, str | os.PathLike) or not _is_archive(path):
         return  # of another format, or elsewhere
     try:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lightning_asgd.cli import machine_checks as checks
 from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check, refused
 from lightning_asgd.environment import SECRET_ENV, joined, server_address
-from lightning_asgd.errors import ASGDError, LaunchError
+from lightning_asgd.errors import ASGDError
 from lightning_asgd.validation import whole
 
 __all__ = ["doctor", "examine"]
@@ -115,15 +115,16 @@ def _job(host: str, port: int, nodes: int | None) -> Iterator[Check]:
     from lightning_asgd.transports.rendezvous import Rendezvous
 
     try:
-        with Rendezvous.connect(host, port, _REACH_S, "its address is --job", elsewhere=True) as there:
+        with Rendezvous.connect(host, port, _REACH_S, "--job names its address", elsewhere=True) as there:
             asked = time.time()
             clock, theirs = there.peek(CLOCK_KEY, float), there.peek(FACTS_KEY, dict)
             ahead_s = None if clock is None else clock - (asked + time.time()) / 2
-    except LaunchError as error:
+    except RuntimeError as error:  # also of the connection
         yield refused("job", error)
         return
     if theirs is None:
-        text = f"{joined(host, port)} publishes no versions: it has an earlier release, or another {SECRET_ENV}."
+        why = f"it has an earlier release, another {SECRET_ENV}, or no job yet"
+        text = f"{joined(host, port)} publishes no versions: {why}."
         yield Check("job", PROBLEM, text, "Compare both on the two machines.")
         return
     yield Check("secret", OK, f"{SECRET_ENV} is the job's, or none is set on either machine")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_asgd.cli.console_tables import in_bytes
-from lightning_asgd.errors import ASGDError
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 
 __all__ = ["NOTE", "OK", "PRIVATE", "PROBLEM", "WARNING", "Check", "refused"]
@@ -47,7 +46,7 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def refused(name: str, error: ASGDError, state: str = PROBLEM) -> Check:
+def refused(name: str, error: RuntimeError, state: str = PROBLEM) -> Check:
     """What an error says: up to ``Expected``, and from there on what to do."""
     text, expected, advice = str(error).partition(" Expected ")
     return Check(name, state, text, f"{expected}{advice}".strip())
@@ -145,7 +144,7 @@ def check_job(theirs: Mapping[str, Any], mine: Mapping[str, Any], nodes: int | N
         else:
             yield Check(name, WARNING, f"{here} here, {there} there.", "Install the same version on every machine.")
     if "num_nodes" in theirs:
-        there = f"num_nodes={theirs['num_nodes']}, devices={theirs.get('devices')} there"
+        there = f"num_nodes={theirs['num_nodes']} and {theirs.get('workers')} workers there"
         if nodes is None or nodes == theirs["num_nodes"]:
             yield Check("num_nodes", OK, f"{there}{'' if nodes is None else f', num_nodes={nodes} here'}")
         else:
@@ -164,7 +163,8 @@ def check_clocks(ahead_s: float | None) -> Check:
         return Check("clock there", OK, "not known: the job has transport='rpc'")
     text = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this one"
     if abs(ahead_s) > _APART_S:
-        return Check("clock there", WARNING, text, "Synchronise both clocks (NTP), or logs are in no order.")
+        advice = "Synchronise both clocks (NTP), or log lines of the two cannot be put in order."
+        return Check("clock there", WARNING, text, advice)
     return Check("clock there", OK, text)
 
 

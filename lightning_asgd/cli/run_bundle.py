@@ -146,7 +146,7 @@ def redacted(text: str, environment: Mapping[str, str], home: str) -> str:
 
 
 def events_in_order(texts: Mapping[str, str], years: Mapping[str, int]) -> Iterator[str]:
-    """The lines of all logs and the events of metrics files, in the order of time; torch's logs give no year."""
+    """The lines of all logs and the events of metrics files, in the order of time; torch's logs lack ``years``."""
     moments: list[tuple[datetime, str, str]] = []
     for name, text in texts.items():
         if name.endswith(".jsonl"):

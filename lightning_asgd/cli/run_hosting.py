@@ -140,7 +140,7 @@ class _Heard:
 
 
 class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
-    """Keeps this process's :class:`RunHost` informed, and does what it decides; ``borrower``: of lent servers."""
+    """Keeps this process's :class:`RunHost` informed, and does what it decides; ``borrower`` has lent servers."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
             self._lender.step(now, self.entry, self._host.present_reached_at)
 
     def leave(self) -> None:
-        """Kill the servers if workers can elect another host; else these end with their last snapshots."""
+        """Kill the servers if workers can elect another host; else these write their last snapshots and end."""
         successor = self._host.successor if self.entry.serves else ""
         if successor:
             log.warning("Host %s can take over: the servers of this one are killed.", successor)

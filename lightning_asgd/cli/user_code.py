@@ -15,7 +15,7 @@ __all__ = ["module_and_loader", "named"]
 
 
 def module_and_loader(reference: str) -> tuple[Any, Any]:
-    """A LightningModule and a loader of its training data, of a class or of a function; neither takes arguments."""
+    """A LightningModule and a loader of its training data, from a class or a function that needs no arguments."""
     make = named(reference)
     try:
         inspect.signature(make).bind()

@@ -126,7 +126,7 @@ class BatchBoard:
         return min(((self._numbers[at + _CURSOR], self._numbers[at + 1]) for at in self._programs()), default=(0, 0))[1]
 
     def forget(self) -> list[int]:
-        """Drop programs that have ended, with what they made. Returns processes that pause for too long."""
+        """Drop programs that have ended, and await no more those that pause too long. Returns the latter."""
         late = []
         for at in list(self._programs()):
             _, process, started, _, since = self._numbers[at : at + _PROGRAM]

@@ -20,7 +20,7 @@ def steps_to_look(
     """After how many more steps one exchange is to be looked at; 0: before the next batch.
 
     ``looked``: steps taken at the latest look. ``since_s``: since an unanswered exchange began; None if none is in
-    flight. ``step_s``: 0 if unknown. ``offline``: steps that the worker may take without an exchange.
+    flight. ``step_s``: seconds per step, 0 if unknown. ``offline``: steps that the worker may take without an exchange.
     """
     due = next((more for more in range(_MOST) if any(schedule.due(steps + more, more))), _MOST)
     if since_s is None:

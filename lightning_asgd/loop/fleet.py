@@ -193,7 +193,8 @@ class Fleet:
     def leave(self) -> None:
         """Wait for the others and end the session, unless this worker has failed. Servers and connection stay.
 
-        It stays an idle member until the next session or the process's end: its collectives still reach the others.
+        With other workers it stays an idle member until the next session or the process's end: its collectives still
+        reach the others.
         """
         stays = not self._failed and not self.alone and not self.comes_and_goes
         try:

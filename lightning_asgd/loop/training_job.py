@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _REFUSED_S = 120.0  # as long as a worker waits for servers at the start
 _ATTEMPT_S = 2.0  # to connect, after which the worker that is connected to may be lost
-_FIRST_S = 5.0  # the same at first: what listens may be another program
+_FIRST_S = 25.0  # the same at first: what listens may be another program
 _LOOK_S = 1.0  # to find out whether a server was replaced
 STOP_S = 3.0  # for a worker to end after SIGTERM, or to say why it ends
 _jobs = itertools.count()
@@ -94,8 +94,8 @@ class TrainingJob:
     # How many strategies were made before this one in this process; equal on all workers, which run the same program.
     number: int = field(default_factory=lambda: next(_jobs))
     rank: int = 0  # this process's
-    nodes: int = 1  # of the job, with ``devices`` each
-    devices: int = 1
+    nodes: int = 1  # of the job
+    workers: int = 1
     launches: int = 0  # how often the Trainer was called with this strategy
     transport: str = "rpc"  # how messages are sent, once a job has begun or a run was found
     why: str = ""  # the reason for that transport
@@ -147,7 +147,11 @@ class TrainingJob:
     @property
     def session(self) -> str:
         """Name of the present run of fit, validate, test or predict."""
-        return self.run_id or f"{self.name}.{self.number}.{self.launches}"
+        return self.run_id or f"{self.name}.{self._call}"
+
+    @property
+    def _call(self) -> str:
+        return f"{self.number}.{self.launches}"
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous. In the main process, start the servers, and say who could get in."""
@@ -161,7 +165,7 @@ class TrainingJob:
         )
         kind.provide_secret(one_machine=one_machine)
         self.launches += 1
-        self.rank, self.nodes, self.devices = place.rank, place.num_nodes, place.world_size // place.num_nodes
+        self.rank, self.nodes, self.workers = place.rank, place.num_nodes, place.world_size
         several = place.world_size > 1
         can_move = several and job_address.can_move(place)
         hosts = job_address.hosts_of_job() if can_move else None
@@ -199,7 +203,7 @@ class TrainingJob:
         self, rendezvous: Rendezvous, *, several: bool, gone: Mapping[int, str], succeed: bool = False
     ) -> None:
         """Start the servers, which know that workers are ``gone``; they may ``succeed`` lost ones."""
-        publish_facts(rendezvous, num_nodes=self.nodes, devices=self.devices)
+        publish_facts(rendezvous, call=self._call, workers=self.workers, num_nodes=self.nodes)
         moves, every_s = self.hosts is not None, self.snapshot_every_s if several else 0.0
         if succeed or (self.hosts is not None and self.hosts.moved):
             self.server_machines = 1
@@ -305,8 +309,9 @@ class TrainingJob:
                     raise _HasMoved(moved)
 
             def begins() -> None:
-                mine = self.rank == 0 and not _connected and not self.attaches
-                if mine and (found := refused_in(rendezvous)) is not None:
+                moved = self.hosts is not None and self.hosts.moved
+                starts = self.rank == 0 and not (_connected or self.attaches or moved)
+                if starts and (found := refused_in(rendezvous)) is not None and (found[0] or 0) < self.workers:
                     raise LaunchError(found[1])  # the others are awaited, and the servers take seconds to start
 
             if arrival is not None:
@@ -315,9 +320,8 @@ class TrainingJob:
             with telling_if_refused(rendezvous, None if self.attaches else self.rank):
                 if not self.attaches:
                     self.name = rendezvous.get("job", "The main process", self.start_timeout_s, check, kind=str)
-                    # What is there may be of an earlier Trainer, or of an earlier attempt of torchrun.
-                    stale = _connected or job_address.agent_hosts()
-                    check_facts(rendezvous, **({} if stale else {"num_nodes": self.nodes, "devices": self.devices}))
+                    # At torchrun's agent they may be of an attempt with other workers.
+                    check_facts(rendezvous, "" if job_address.agent_hosts() else self._call, self.workers)
                 keys = rendezvous.session(self.session, self.transport, self.start_timeout_s, check)
             begins()
             self.placed = frozenset(index for index, key in enumerate(keys) if placed_servers.node_of(key))

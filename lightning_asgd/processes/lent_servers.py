@@ -56,7 +56,7 @@ def servers_of_machine(servers: int, machines: int, machine: int) -> range:
 
 
 class LentServers:
-    """Runs servers for a host elsewhere, which names it ``lender``; they live ``lease_s`` after it was reached last."""
+    """Runs servers for a host elsewhere, which names it ``lender``; they live ``lease_s`` since it was reached last."""
 
     _here = "This host"
     _level = logging.WARNING  # of what is logged as servers start, and when their order was withdrawn

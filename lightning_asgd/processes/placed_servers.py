@@ -360,7 +360,7 @@ _inherited: list[Any] = []  # the parent's, of a forked process, which must not 
 
 
 def run_share(servers: NodeServers, transport: str, where: Callable[[], tuple[str, int]]) -> None:
-    """As a node's first process, run its servers as ordered at ``where`` until it ends. Those of earlier calls stay."""
+    """As a node's first process, run its servers as ordered at ``where`` until it ends; those of earlier calls stay."""
     global _share
     if _share is not None and _share.servers.rendezvous is servers.rendezvous:
         _share.where = where

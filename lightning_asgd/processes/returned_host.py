@@ -25,6 +25,7 @@ __all__ = ["Arrival", "Moved", "Signpost", "program_of"]
 _NOTE, _FOLLOWED = "moved", "moved/followed"
 _LOOK_S, _LOOK_MOST_S, _POLL_S = 1.0, 60.0, 0.05
 _CONNECT_S = 2.0
+_NOTED_S = 2.5
 _START_S = 5.0  # in which a worker that has just started sees the note
 _LAST_PORT = 65535
 
@@ -107,8 +108,11 @@ class Arrival:
 
         None once all others have come, since the job begins then, or one cannot; also if no worker notes anything.
         """
-        deadline, missing = clock() + _START_S, set(self.others)
-        while missing and clock() < deadline and refused_in(rendezvous) is None:
+        begun, missing = clock(), set(self.others)
+        deadline = begun + _START_S
+        while missing and clock() < deadline:
+            if refused_in(rendezvous) is not None:  # the host's note comes every second, if there is one
+                deadline = min(deadline, begun + _NOTED_S)
             moved = self._moved(rendezvous)
             if moved is not None and moved.rank in missing:  # else that worker has been started again, too
                 rendezvous.put(_FOLLOWED, True)

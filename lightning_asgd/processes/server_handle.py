@@ -57,8 +57,8 @@ class ServerHandle:
         """Tell the server that a worker's process has ended."""
         self._send(report)
 
-    def report_refused(self, worker: int | None, why: str) -> None:
-        """Report a worker that could not join; None for one of an elastic run."""
+    def report_refused(self, worker: int, why: str) -> None:
+        """Report a worker that could not join."""
         self._send({"refused": worker, "why": why})
 
     def extend_lease(self, until: float) -> None:

@@ -33,7 +33,7 @@ __all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_TURNS = 3  # of looking, after which the rendezvous is asked, which may be on another machine
+_TURNS = 3  # looks between two questions to the rendezvous, which may be on another machine
 _STOP_S = 3.0
 _WRITE_S = 60.0  # for the last snapshot; if it is not through then, the one before is there
 _STANDBY_AFTER_S = 15.0  # without a server's end
@@ -67,6 +67,7 @@ class Supervisor:
         self._exit_report: str | None = None  # of the latest server that another one was started for
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[str | int] = set()  # keys of servers, and ranks, whose end was noticed
+        self._refusal: tuple[int | None, str] = None, ""  # of the latest worker that could not join
         self._excused: set[int] = set()  # workers whose end, however it comes, is no failure of the script
         self.refused: dict[int, int] = {}  # exit codes of workers that were refused, watched over by another launcher
         self.unwritten: dict[int, str] = {}  # what servers have said last that could not write a snapshot, by number
@@ -94,10 +95,7 @@ class Supervisor:
             self.remove_at_end(self._private)
 
     def add_servers(self, total: int, *, succeed: bool = False) -> None:
-        """Start servers until there are ``total``. Returns at once; the addresses come through the rendezvous.
-
-        They ``succeed`` servers that were lost with another process, or are the first.
-        """
+        """Start servers until there are ``total``, and return at once. They may ``succeed`` those of a lost process."""
         while self.rendezvous is not None and len(self._servers) < total:
             server = self._new_server(self._first + len(self._servers), self.rendezvous, succeeds=succeed)
             self._servers.append(server)
@@ -176,11 +174,15 @@ class Supervisor:
                 server.report_exit(**self._exits[-1])
 
     def _report_refused(self) -> None:
-        """Tell the servers of a worker that could not join."""
-        if (found := refused_in(self.rendezvous)) is not None:
+        """Log that a worker could not join, and let the servers know as long as that stands: a session may begin."""
+        worker, why = found = refused_in(self.rendezvous) or (None, "")
+        if why and found != self._refusal:
+            log.warning("%s", why)
+        self._refusal = found
+        if worker is not None:
             with self._lock:
                 for server in self._servers:
-                    server.report_refused(*found)
+                    server.report_refused(worker, why)
 
     def extend_lease(self, until: float) -> None:
         """Have all servers end at this time of ``time.monotonic()``, also if this process is suspended then."""
@@ -376,11 +378,8 @@ _current: Supervisor | None = None
 def ensure(
     num_servers: int, rendezvous: Rendezvous | None, settings: ServerSettings | None = None, *, succeed: bool = False
 ) -> Supervisor:
-    """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one.
-
-    Servers are kept and reused, because starting one takes as long as importing torch. See
-    :meth:`Supervisor.add_servers` for ``succeed``.
-    """
+    """The process's supervisor with at least that many servers: the present one if it is healthy, else a new one."""
+    # Servers are kept and reused, because starting one takes as long as importing torch.
     global _current
     if _current is not None and _current.rendezvous is None and rendezvous is not None:
         _current.serve_at(rendezvous, settings or ServerSettings())

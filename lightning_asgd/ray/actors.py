@@ -56,7 +56,7 @@ def first_key(index: int) -> str:
 
 
 class ServerActor:
-    """Hosts one server of a run. If Ray starts it again, its server succeeds the lost one, from the workers' state."""
+    """Hosts one server of a run in its own process. If Ray starts it again it continues from the workers' state."""
 
     def __init__(self, index: int, run: RunAddress) -> None:
         run.enter()

@@ -59,6 +59,7 @@ class Membership:
     descriptions: dict[int, str] = field(default_factory=dict)  # of workers that attached themselves
     agreed_chief: int = 0  # the chief of a job, as the workers' latest collective has it
     aborted: str = ""  # why the session is over
+    follows: bool = False  # whether it continues the session before, with the same workers
     metrics: dict[int, WorkerMetrics] = field(default_factory=dict)  # the latest of each worker that takes any
     living: set[int] = field(init=False)  # that others wait for: neither gone nor suspected nor catching up
     trusted: set[int] = field(init=False)  # those of them that may train
@@ -99,8 +100,8 @@ class Membership:
         left = {worker: why for worker, why in left.items() if worker < message.world_size}
         suspected = {w: why for w, why in suspected.items() if w < message.world_size and w not in left}
         members = cls(message.session, message.world_size, message.policy, message.server, left, suspected)
-        follows = before is not None and message.after == before.session
-        members.agreed_chief = before.agreed_chief if before is not None and follows else message.policy.chief
+        members.follows = before is not None and message.after == before.session
+        members.agreed_chief = before.agreed_chief if before is not None and members.follows else message.policy.chief
         return members
 
     @property

@@ -167,7 +167,7 @@ class ServerState:
             return [], RankHeld("", ASK_AGAIN)  # a server that is lost knew its process, which may report
         return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
 
-    def end_if_awaited(self, session: SessionState, worker: int | None, why: str) -> list[Completion]:
+    def end_if_awaited(self, session: SessionState, worker: int, why: str) -> list[Completion]:
         """End the session if it waits for a worker that was refused: it would wait for long.
 
         Otherwise that process may be a stranger.

@@ -153,11 +153,10 @@ class Service:
             if self.state.note_exit(session, worker, reason, process) and self.session is not None:
                 self._leave(Leave(self.session.members.session, worker, reason, process=""))
 
-    def report_refused(self, worker: int | None, why: str) -> None:
-        """Note a worker that could not join; None for one of an elastic run."""
+    def report_refused(self, worker: int, why: str) -> None:
+        """Note a worker that could not join. Where a session continues another one it may be a stranger."""
         with self._lock:
-            if self.session is not None:
-                self.session.members.refuse(why, why)
+            if self.session is not None and not self.session.members.follows:
                 self._complete(self.state.end_if_awaited(self.session, worker, why))
                 self._members_changed(self.session)
 

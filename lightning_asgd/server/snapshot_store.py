@@ -69,7 +69,7 @@ class Snapshots:
             os.close(file)
             raise SnapshotError(
                 f"Another `lightning-asgd serve` writes its snapshots to {self.folder}. Expected a folder of its own "
-                "for each. Stop the other one, or pass another folder."
+                "for each. Stop the other one, join it with --join if it serves the same run, or pass another folder."
             ) from None
         except OSError as error:  # a file system without locks
             log.warning(f"Nothing keeps another `serve` from {self.folder}: no files can be locked there ({error}).")

@@ -38,29 +38,28 @@ def facts() -> dict[str, Any]:
     return found
 
 
-def publish_facts(rendezvous: Rendezvous, **of_job: int) -> None:
+def publish_facts(rendezvous: Rendezvous, **of_job: Any) -> None:
     """Publish this machine's facts, and the job's, such as ``num_nodes``. Earlier refusals are forgotten."""
     rendezvous.put(REFUSED_KEY, {})
     rendezvous.put(FACTS_KEY, {**facts(), **of_job})
 
 
-def check_facts(rendezvous: Rendezvous, **of_job: int) -> None:
-    """Raise a ``LaunchError`` if the job's messages are of another version, or it is not as this machine has it."""
+def check_facts(rendezvous: Rendezvous, call: str = "", workers: int = 0) -> None:
+    """Raise a ``LaunchError`` if the job has messages of another version, or another number of workers in a call."""
     theirs: dict[str, Any] = {}
     with contextlib.suppress(RuntimeError):  # of the rendezvous
         theirs = rendezvous.peek(FACTS_KEY, dict) or {}
-    there = f"the job at {joined(*rendezvous.address)}"
+    here, there = platform.node(), f"the job at {joined(*rendezvous.address)}"
     error: LaunchError | None = None
     if theirs.get("protocol", PROTOCOL) != PROTOCOL:
         error = LaunchError(
-            f"This machine has {_OWN} {facts().get(_OWN)} with protocol {PROTOCOL}, and {there} has {_OWN} "
+            f"{here} has {_OWN} {facts().get(_OWN)} with protocol {PROTOCOL}, and {there} has {_OWN} "
             f"{theirs.get(_OWN)} with protocol {theirs['protocol']}. Expected the same version on every machine."
         )
-    elif {**of_job, **{name: theirs[name] for name in of_job if name in theirs}} != of_job:
-        mine, other = (", ".join(f"{name}={each.get(name)}" for name in of_job) for each in (of_job, theirs))
+    elif call and theirs.get("call") == call and theirs.get("workers") != workers:
         error = LaunchError(
-            f"This machine takes part in a job with {mine}, and {there} has {other}. Expected the same devices and "
-            "num_nodes on every machine, and no process that is left of an earlier job."
+            f"{here} takes part in a job of {workers} workers, and {there} has {theirs.get('workers')}. Expected the "
+            "same devices and num_nodes on every machine, and no process that is left of an earlier job."
         )
     if error is not None:
         error.final = True
@@ -85,8 +84,9 @@ def telling_if_refused(rendezvous: Rendezvous, worker: int | None = None) -> Ite
         if error.final:
             who = "A worker" if worker is None else f"Worker {worker}"
             with contextlib.suppress(RuntimeError):
-                why = f"{who} on {platform.node()} cannot join: {error}"
+                why = f"{who} cannot join: {error}"
                 rendezvous.put(REFUSED_KEY, {"worker": worker, "why": why})
         raise
-    if (found := refused_in(rendezvous)) is not None and found[0] == worker:
-        rendezvous.put(REFUSED_KEY, {})  # this process replaces the one that could not join
+    with contextlib.suppress(RuntimeError):
+        if (found := refused_in(rendezvous)) is not None and found[0] == worker:
+            rendezvous.put(REFUSED_KEY, {})  # this process replaces the one that could not join

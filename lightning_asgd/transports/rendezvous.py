@@ -8,6 +8,7 @@ one machine, ``MASTER_ADDR`` on several.
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import secrets
@@ -27,7 +28,9 @@ from lightning_asgd.transports.torch_store import TorchStore
 
 __all__ = ["Rendezvous", "successor_of"]
 
-_STRANGE_S = 3.0  # for which what listens may leave torch's client without an answer: its machine may be busy
+log = logging.getLogger(__name__)
+
+_STRANGE_S, _PATIENT_S = 3.0, 20.0  # without an answer, until that is logged, and until it is an error
 _T = TypeVar("_T")
 _POLL_S, _POLL_MOST_S, _ATTEMPT_S = 0.02, 0.2, 0.002
 _RETRY_S = 0.5  # after an attempt with torch's client, which prints its stack
@@ -44,12 +47,26 @@ _SAME_SECRET = (
 )
 
 
-class _UnansweredError(ConnectionError):
-    """What listens there does not answer torch's client, for now."""
-
-
 class _StrangerError(RuntimeError):
     """What listens there is no rendezvous."""
+
+
+class _Patience:
+    """With what listens and does not answer torch's client: without end, unless the job was not reached before."""
+
+    def __init__(self, place: str, *, first: bool) -> None:
+        self._place, self._warned = place, False
+        self._since = None if first else math.inf  # when it was noticed
+
+    def lose(self, why: str) -> None:
+        """Raise a :class:`_StrangerError` in the end; log a warning long before."""
+        self._since = self._since or time.monotonic()
+        waited_s = time.monotonic() - self._since
+        if waited_s > _PATIENT_S:
+            raise _StrangerError(f"another program, or a suspended process, listens there ({why})")
+        if waited_s > _STRANGE_S and not self._warned:
+            self._warned = True
+            log.warning("Another program, or a suspended process, listens at %s: %s.", self._place, why)
 
 
 class Rendezvous(AbstractContextManager["Rendezvous"]):
@@ -104,8 +121,8 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         expected = transport == "zmq" or (elsewhere and secret is not None)
         greeting_s = _EXPECTED_GREETING_S if expected else _GREETING_S
         try:
-            strange_s = _STRANGE_S if first else math.inf
-            return cls(_reach(host, port, secret, timeout_s, greeting_s, strange_s), secret)
+            patience = _Patience(joined(host, port), first=first)
+            return cls(_reach(host, port, secret, timeout_s, greeting_s, patience), secret)
         except LaunchError:
             raise
         except (OSError, RuntimeError) as error:
@@ -324,32 +341,22 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
 
 
 def _reach(
-    host: str, port: int, secret: str | None, timeout_s: float, greeting_s: float, strange_s: float
+    host: str, port: int, secret: str | None, timeout_s: float, greeting_s: float, patience: _Patience
 ) -> EntryStore:
-    """Connect to the store that listens there, of whichever kind it is, once one does.
-
-    Raises a :class:`_StrangerError` if what listens has left torch's client without an answer for ``strange_s``.
-    """
-    deadline, strange_until = time.monotonic() + timeout_s, math.inf
+    """Connect to the store that listens there, of whichever kind it is, once one does."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             with _listener(host, port, deadline) as probe:
                 found = str(probe.getpeername()[0])
                 if not _greets(probe, 0.0 if (host, port) in _silent else greeting_s):
-                    store = _reach_torch(host, port, secret, timeout_s, deadline, strange_s, probe)
+                    store = _reach_torch(host, port, secret, timeout_s, deadline, patience, probe)
                     if store is not None:
                         _silent.add((host, port))
                         return store
             _silent.discard((host, port))
             return _reach_zmq(host, port, secret, timeout_s, found)
-        except _UnansweredError as error:
-            strange_until = min(strange_until, time.monotonic() + strange_s)
-            if time.monotonic() > strange_until:
-                raise _StrangerError(f"another program listens there ({error})") from error
-            if time.monotonic() > deadline:
-                raise
         except ConnectionError:  # a port forwarder closes it as long as nothing listens at the far end
-            strange_until = math.inf
             if time.monotonic() > deadline:
                 raise
         time.sleep(_POLL_S)
@@ -361,14 +368,13 @@ def _reach_torch(
     secret: str | None,
     timeout_s: float,
     deadline: float,
-    strange_s: float,
+    patience: _Patience,
     probe: socket.socket,
 ) -> EntryStore | None:
     """Connect to torch's store; None if ZeroMQ listens there. Raises a ``ConnectionError`` if that fails for now."""
-    attempt, strange_until = TorchStore.connect(host, port, secret, timeout_s), time.monotonic() + strange_s
+    attempt = TorchStore.connect(host, port, secret, timeout_s)
     while not attempt.done() and not _greets(probe, 0.0):
-        if time.monotonic() > strange_until:
-            raise _StrangerError("another program, or a suspended process, listens there")
+        patience.lose("it does not answer")
         if time.monotonic() > deadline + _GRACE_S:
             raise RuntimeError("what listens there does not answer")
         time.sleep(_ATTEMPT_S)
@@ -380,7 +386,8 @@ def _reach_torch(
         time.sleep(_RETRY_S)
         if _greets(probe, 0.0):  # raises another error if a port forwarder has closed the connection meanwhile
             return None
-        raise _UnansweredError(str(error)) from error
+        patience.lose(str(error))
+        raise ConnectionResetError(f"what listens there is no rendezvous: {error}") from error
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:

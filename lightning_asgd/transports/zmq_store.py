@@ -97,7 +97,7 @@ class HostedZmqStore(EntryStore):
                 return json.dumps(time.time())
             case ["L", ["peek", str(key)]]:  # as a list of texts is encoded; nothing else is decoded
                 return self._texts.get(key)
-            case ["L", ["put", str(key), str(text)]]:
+            case ["L", ["put", str(key), str(text)]] if _is_json(text):
                 self._put(key, text)
                 return None
         raise ProtocolError("A message to the rendezvous is neither a read nor a write of an entry.")
@@ -150,6 +150,14 @@ def _let_in(gateway: Gateway, text: str) -> str:
         case {"address": str(address), "name": str(name)} if address.startswith(f"tcp://{LOOPBACK}:"):
             return json.dumps({**entry, "number": gateway.add(name, ServerAddress.of(address).port)})
     return text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _value(text: str | None, kind: type) -> Any:

@@ -194,7 +194,7 @@ class Collectives:
         target: int | None = None,
         stops: bool = False,
     ) -> dict[int, Any]:
-        """Take part in a collective: the living workers' values by rank. Only ``source`` sends, ``target`` receives."""
+        """Take part in a collective: values of the living by rank. ``source`` sends, ``target`` receives; None: all."""
         client = self.client
         if client is None:
             return {self.rank: payload}

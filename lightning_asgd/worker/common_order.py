@@ -29,7 +29,7 @@ class CommonOrder:
 
 
 def agreed_order(collectives: Collectives, mine: list[list[Any]], *, unites: bool) -> CommonOrder:
-    """The chief's order if they differ, or all workers' shares if it ``unites`` them. All call it together."""
+    """The chief's order if they differ; if workers have shares of their own, with ``unites`` all of them together."""
     if collectives.reduced("all_reduce", _NAME, digest(mine), "same").value:
         return CommonOrder(mine)
     theirs = collectives.broadcast_of_chief(mine, _NAME)

@@ -34,7 +34,7 @@ _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more bef
 
 
 class DataLeases(WorkFeed, Live):
-    """A worker's part of the shared epochs. If fenced, ``rejoin`` rejoins the session and calls :meth:`revoke`."""
+    """A worker's part of the shared epochs. Once fenced, ``rejoin`` rejoins the session and calls :meth:`revoke`."""
 
     def __init__(
         self,

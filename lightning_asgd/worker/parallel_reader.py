@@ -142,7 +142,7 @@ class ParallelReader:
         return self._found[0] if self._found else None
 
     def end(self, number: int) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Forget a shard's numbers from one on. Returns its end, and the other units of steps that lack these."""
+        """Forget a shard's numbers from ``number`` on. Returns its end, and other units of steps that lack these."""
         end = self._ends[bisect_right(self._ends, number)]
         self._found = deque(each for each in self._found if each != number)
         self._known.add(number)

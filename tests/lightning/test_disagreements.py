@@ -104,11 +104,12 @@ def named(nodes: list[Node], texts: tuple[str, str]) -> list[float]:
 
 
 def check(nodes: list[Node], texts: tuple[str, str], *, both_end: bool) -> None:
+    """Whether both say their text in time, and both end, or the second one does."""
     try:
         took = named(nodes, texts)
         assert max(took) < WITHIN_S, f"{took}\n{nodes[0].said}\n{nodes[1].said}"
         for node in nodes[0 if both_end else 1 :]:
-            assert node.process.wait(10) not in (0, None), node.said
+            assert node.process.wait(30) not in (0, None), node.said
     finally:
         for node in nodes:
             node.end()
@@ -131,7 +132,7 @@ def another_version(folder: Path) -> str:
         SLOW([{}, {}], [{}, {SECRET_ENV: None}], (f"another {SECRET_ENV}, or none", f"{SECRET_ENV} is not set"), False),
         ([{}, {}], [{SECRET_ENV: None}, {}], (SECRET_ENV, SECRET_ENV), True),
         ([{}, {"num_nodes": 3}], [{}, {}], ("Expected the same devices and num_nodes",) * 2, True),
-        ([{}, {"devices": 2}], [{}, {}], ("Expected the same devices and num_nodes",) * 2, True),
+        SLOW([{}, {"devices": 2}], [{}, {}], ("Expected the same devices and num_nodes",) * 2, False),
     ],
     ids=["another secret", "no secret on the second", "no secret on the first", "num_nodes", "devices"],
 )
@@ -149,7 +150,7 @@ def test_another_version(tmp_path: Path, machines: network.Network, secret: str 
     nodes = [Node(tmp_path, machines, n, {}, variables[n]) for n in (0, 1)]
     check(
         nodes,
-        (r"Worker 1 on \S+ cannot join: .* has lightning-asgd .* with protocol 1000", "with protocol 1000"),
+        (r"Worker 1 cannot join: \S+ has lightning-asgd \S+ with protocol 1000", "with protocol 1000"),
         both_end=True,
     )
 
@@ -170,7 +171,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("holder", [*map(SLOW, ["greets", "answers"]), "silent"])
+@pytest.mark.parametrize("holder", ["greets", *map(SLOW, ["answers", "silent"])])
 def test_a_port_that_another_program_has(tmp_path: Path, machines: network.Network, holder: str) -> None:
     program = (
         f"import socket\nlistener = socket.create_server(({machines.addresses[0]!r}, 29555))\nkept = []\n"
@@ -184,7 +185,7 @@ def test_a_port_that_another_program_has(tmp_path: Path, machines: network.Netwo
         assert held.stdout is not None
         held.stdout.readline()
         nodes = [Node(tmp_path, machines, n, {}, {}) for n in (0, 1)]
-        check(nodes, ("Cannot listen on", "another program"), both_end=True)
+        check(nodes, ("Cannot listen on", "(?i)another program"), both_end=True)
     finally:
         held.kill()
         held.wait()

@@ -221,6 +221,7 @@ def test_what_is_no_call_is_refused_and_nothing_is_made_of_it(
     worker.connect("tcp://{}:{}".format(*main.address))
     calls: list[Any] = [None, "put", ["L", ["put", "x"]], ["L", ["put", 1, "2"]], ["L", ["peek", ["L", []]]]]
     calls += [["O", "named_by_a_message:Rule", {}], ["L", ["peek", ["O", "ASGD", {}]]], ["D", [["peek", "x"]]]]
+    calls += [["L", ["put", "job", text]] for text in ("no JSON", "", "[" * 20_000)]
     for number, call in enumerate(calls):
         worker.send_multipart([json.dumps(["me", 1 + number, [], [], json.dumps(call)]).encode()])
     answers = [json.loads(worker.recv_multipart()[0]) for _ in calls if worker.poll(5000)]

@@ -241,7 +241,7 @@ def test_what_two_machines_disagree_about(
         plain.setenv(SECRET_ENV, secret)
     host = registry.kind_of("rpc" if secret is None else "zmq").host_rendezvous
     with host("127.0.0.1", 0) as job:
-        job_facts.publish_facts(job, num_nodes=3, devices=2)
+        job_facts.publish_facts(job, num_nodes=3, workers=6)
         job.put(job_facts.FACTS_KEY, {**job.peek(job_facts.FACTS_KEY, dict), "protocol": 1, "torch": "0.1"})
         address = f"127.0.0.1:{job.address[1]}"
         assert main(["doctor", "--job", address, "--num-nodes", "2"]) == 1
@@ -251,7 +251,7 @@ def test_what_two_machines_disagree_about(
         assert "clock there" in about
         assert ("behind this one" in about or "ahead of this one" in about) is (secret is not None)
         assert f"protocol: {PROTOCOL} here, 1 there. Install the same version" in end
-        assert "num_nodes: num_nodes=2 here, num_nodes=3, devices=2 there. Pass the same" in end
+        assert "num_nodes: num_nodes=2 here, num_nodes=3 and 6 workers there. Pass the same" in end
         assert "0.1 there" in end
         plain.setenv(SECRET_ENV, "another one than there")
         begun = time.monotonic()
