@@ -150,7 +150,7 @@ def test_a_job_s_checkpoint_waits_for_the_end_of_a_batch(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Replica, "merge", before_first(Replica.merge, come))
     options: dict[str, Any] = {"devices": 1, "max_epochs": 1, "plugins": [SLURMEnvironment()]}
-    run = trainer_of(tmp_path, ASGDStrategy(nsync=2), callbacks=[weights], **options)
+    run = trainer_of(tmp_path, ASGDStrategy(nsync=2, overlap=False), callbacks=[weights], **options)
     run.fit(Regression(), loader(64))
     (batch,) = came
     assert 0 < batch < 7
