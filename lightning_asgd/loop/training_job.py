@@ -348,9 +348,13 @@ class TrainingJob:
             raise LaunchError("The strategy was not launched by a Trainer. Expected Trainer(strategy=...).fit(...).")
         wait_s = timeout_s or self.start_timeout_s
         hint = f"MASTER_ADDR and MASTER_PORT name it on every machine. {rank_variables.listed()}".rstrip(". ")
-        about: Any = {"elsewhere": self.attaches, "transport": self.transport}
-        first = self.spans and self.name is None and not self.attaches
-        return Rendezvous.connect(*self.address, wait_s, hint, first=first, **about)
+        about: Any = {"elsewhere": self.attaches, "transport": self.transport, "first": self._is_first}
+        return Rendezvous.connect(*self.address, wait_s, hint, **about)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this machine has not reached the job yet."""
+        return self.spans and self.name is None and not self.attaches
 
     def _reach_host(self) -> Rendezvous:
         """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""
@@ -358,7 +362,7 @@ class TrainingJob:
         while True:
             self._locate()
             try:
-                wait_s = min(_ATTEMPT_S if self.name or self.attaches else _FIRST_S, self.start_timeout_s)
+                wait_s = min(_FIRST_S if self._is_first else _ATTEMPT_S, self.start_timeout_s)
                 return self._rendezvous(wait_s if self._may_be_elsewhere else None)
             except LaunchError as error:
                 if not self._may_be_elsewhere or (error.final and self.name is None) or time.monotonic() > deadline:
