@@ -134,6 +134,13 @@ class Program:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} had not ended after {seconds:g} s:\n{self.said[-2500:]}") from None
 
+    def error(self, seconds: float) -> str:
+        """The last error that it has named, with which it must end."""
+        assert self.code(seconds) != 0, "it trains on"
+        named = ERROR.findall(self.said)
+        assert named, self.said[-2500:]
+        return str(named[-1])
+
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -171,7 +178,7 @@ def run_on(folder: Path, disk: Path, fault: str) -> str:
         programs.append(worker)
         wait(snapshot.exists, 60, "a first snapshot", programs[0])
         with FAULTS[fault](disk):
-            if fault == "gone":  # a folder is made anew
+            if fault == "gone":  # the servers create the folder again
                 wait(snapshot.exists, NAMED_S, "a snapshot in a new folder", programs[0])
                 about = "snapshots go into a new folder; an older one is back when the run continues"
             else:
@@ -226,7 +233,7 @@ def checkpoints_on(folder: Path, disk: Path, fault: str) -> str:
         finally:
             again.end()
     assert whole, f"no checkpoint can be resumed from; {refused} were refused"
-    about = f"ended after {took:.1f} s: {named[-1][:110]}" if code else "the folder was made anew"
+    about = f"ended after {took:.1f} s: {named[-1][:110]}" if code else "the job created the folder again"
     return f"{about}; {refused} damaged ones refused, resumed from the next"
 
 
@@ -236,14 +243,10 @@ def tables_on(folder: Path, disk: Path, fault: str) -> str:
         job = Program(folder, "job", PROGRAM, "tables", disk / "tables", folder / "seen.json")
         try:
             wait(lambda: "BEGUN" in job.said, 60, "its beginning", job)
-            code = job.code(ENDED_S + 20)
             if fault == "gone":
-                assert code == 0, job.said[-2500:]
+                assert job.code(ENDED_S + 20) == 0, job.said[-2500:]
                 return "the folder is empty: the table begins there"
-            assert code != 0, "it trains"
-            named = ERROR.findall(job.said)
-            assert named, job.said[-2500:]
-            return f"refused: {named[-1][:150]}"
+            return f"refused: {job.error(ENDED_S + 20)[:150]}"
         finally:
             job.end()
 
@@ -256,11 +259,8 @@ def tables_vanish(folder: Path, disk: Path) -> str:
         time.sleep(2.0)
         shutil.rmtree(disk / "tables")
         begun = time.monotonic()
-        code = job.code(TRAINED_S)
-        assert code != 0, "it trains on"
-        named = ERROR.findall(job.said)
-        assert named, job.said[-2500:]
-        return f"ended after {time.monotonic() - begun:.1f} s: {named[-1][:120]}"
+        error = job.error(TRAINED_S)
+        return f"ended after {time.monotonic() - begun:.1f} s: {error[:120]}"
     finally:
         job.end()
 

@@ -29,7 +29,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import zmq
-from rich.console import Console
+from strangers import row
 from strangers_server import SESSION, Pusher, dealer, greeting, memory_mb, server_process
 
 from lightning_asgd.config import SECRET_ENV
@@ -43,12 +43,6 @@ from tests.component.test_fuzzed import VALUES, changed, every_message
 
 GROWTH_MB = 30.0
 WINDOW = 50
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-
-
-def row(fine: bool, text: str) -> bool:
-    CONSOLE.print(f"{'[green]PASS[/]' if fine else '[red]FAIL[/]'}  {text}")
-    return fine
 
 
 def to_a_server(number: int, chance: random.Random) -> bool:

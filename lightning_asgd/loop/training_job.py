@@ -151,6 +151,7 @@ class TrainingJob:
 
     @property
     def _call(self) -> str:
+        """The present call of the Trainer, by the same text on all workers."""
         return f"{self.number}.{self.launches}"
 
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:

@@ -44,7 +44,7 @@ _RESTARTS = 100  # of servers, in a process's life: if they keep dying it is the
 class Supervisor:
     """The servers of a job, from number ``first`` on, and the processes to end with it.
 
-    Where servers are to write snapshots and no folder is named, they get one that goes with this.
+    If servers write snapshots and no folder is named, they get a temporary folder, which is removed at the end.
     """
 
     def __init__(

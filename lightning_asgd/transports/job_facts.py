@@ -89,4 +89,4 @@ def telling_if_refused(rendezvous: Rendezvous, worker: int | None = None) -> Ite
         raise
     with contextlib.suppress(RuntimeError):
         if (found := refused_in(rendezvous)) is not None and found[0] == worker:
-            rendezvous.put(REFUSED_KEY, {})  # this process replaces the one that could not join
+            rendezvous.put(REFUSED_KEY, {})  # this process has taken the place of the refused one
