@@ -39,7 +39,7 @@ _UNREADABLE = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: the other end
 class ZmqServer(Loop):
     """Answers messages in this process until it is closed.
 
-    So many ``threads`` call ``handler``; with 0 the socket's own thread does. ``name`` is the server's at its gateway.
+    ``threads`` threads call ``handler``; with 0 the socket's own thread does. ``name`` is the server's at its gateway.
     ``decode`` makes what the handler gets of header and buffers. Raises an ``OSError`` if it cannot listen at
     ``address``.
     """
