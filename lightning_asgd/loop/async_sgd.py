@@ -23,6 +23,7 @@ from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.processes import rank_variables
 from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["AsyncSGD"]
@@ -217,21 +218,21 @@ class AsyncSGD(LoopControls):
 
 def surroundings() -> Surroundings:
     """This process's place in a job that torchrun or a user has started; a worker alone without their variables."""
-    rank, world_size = (
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("WORLD_SIZE", 1) if "RANK" in os.environ else 1),
-    )
-    if not 0 <= rank < world_size:
+    number = rank_variables.number
+    has_rank = "RANK" in os.environ
+    given = has_rank or "WORLD_SIZE" in rank_variables.set_by_others()  # a Trainer's workers have no RANK
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, least=1) if given else 1
+    if rank >= world_size or (world_size > 1 and not has_rank):
         raise ConfigurationError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set. Expected a rank below the number of workers."
+            f"{rank_variables.listed()}. Expected RANK below WORLD_SIZE, the number of workers. Start the processes "
+            "with torchrun, set both for each process, or unset both to train alone."
         )
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     here = world_size if host in ("localhost", "127.0.0.1") else 1
-    each = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", math.ceil(world_size / each)))  # torchrun's number of machines
+    each = number("LOCAL_WORLD_SIZE", here, least=1)
+    nodes = number("GROUP_WORLD_SIZE", math.ceil(world_size / each), least=1)  # torchrun's number of machines
     by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank % each))
-    node = int(os.environ.get("GROUP_RANK", rank // each))
+    local_rank, node = number("LOCAL_RANK", rank % each), number("GROUP_RANK", rank // each)
     return Surroundings(
         rank, world_size, local_rank, nodes, world_size > 1, by_hand, lambda: (host, int(port)), lambda: node
     )

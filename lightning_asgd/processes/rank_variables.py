@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_asgd.errors import ConfigurationError
+
 __all__ = [
     "OWNER_ENV",
     "RANK_VARIABLES",
@@ -28,6 +30,7 @@ __all__ = [
     "listed",
     "main_process",
     "note_main",
+    "number",
     "owning",
     "set_by_others",
 ]
@@ -77,6 +80,18 @@ def set_by_others() -> set[str]:
     """The variables that a user or another launcher has set."""
     mine = _note().get("variables", {})
     return {name for name, value in _present().items() if mine.get(name) != value}
+
+
+def number(name: str, otherwise: int, *, least: int = 0) -> int:
+    """A variable's value, or ``otherwise`` if it is not set. Raises a :class:`ConfigurationError` that names it."""
+    text = os.environ.get(name, str(otherwise))
+    with contextlib.suppress(ValueError):
+        if int(text) >= least:
+            return int(text)
+    raise ConfigurationError(
+        f"The environment has {name}={text}. Expected a whole number of at least {least}, as torchrun sets it. Correct "
+        "or unset it."
+    )
 
 
 def listed() -> str:

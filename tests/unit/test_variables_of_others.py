@@ -12,6 +12,7 @@ from lightning_asgd.adapter.class_trees import TREES
 from lightning_asgd.adapter.launchers import ScriptLauncher, surroundings_of
 from lightning_asgd.environment import RUN_ENV, SERVER_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.loop.async_sgd import surroundings
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -115,3 +116,29 @@ def test_a_run_that_is_not_there_is_reported_with_the_variable_that_names_it(mon
     monkeypatch.setenv(SERVER_ENV, "127.0.0.1:9")
     with pytest.raises(LaunchError, match=f"`lightning-asgd serve` for 127.0.0.1:9, which {SERVER_ENV} names"):
         Rendezvous.find_run("127.0.0.1", 9, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "one"}, "The environment has RANK=one. Expected a whole number of at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "has WORLD_SIZE=0. Expected a whole number of at least 1"),
+        ({"RANK": "0", "LOCAL_RANK": ""}, "has LOCAL_RANK=. Expected"),
+        ({"RANK": "1"}, "has RANK=1. Expected RANK below WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "has RANK=2, WORLD_SIZE=2. Expected RANK below WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "has WORLD_SIZE=4. Expected RANK below WORLD_SIZE"),
+    ],
+)
+def test_a_plain_loop_names_the_variable_that_it_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=said):
+        surroundings()
+
+
+def test_a_plain_loop_in_a_trainers_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank_variables.owning():
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    assert surroundings().world_size == 1
