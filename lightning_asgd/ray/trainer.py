@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import itertools
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait; for processes to begin to end
 _START_S = 120.0  # at least, for servers to start once they have their place
+_EXIT_S = 5.0  # for the processes of a run to be ended, when the program ends
 _STOP_S = 30.0  # for a worker to leave the run in good order
 _END_S = 600.0  # for the other workers to end after the first one has finished the run
 _SHORT_S, _SHORT_LIVES = 60.0, 5  # a worker whose processes die so soon, so often in a row, is given up
@@ -147,7 +149,7 @@ class ASGDRun:
         self._rendezvous: Rendezvous | None = None
         self._storage = Storage.of(str(plan.run.storage_path), plan.run.name, plan.run.storage_filesystem)
         self._board = RunBoard(plan, self._storage)
-        self._thread = threading.Thread(target=self._watch, name="lightning_asgd.ray", daemon=True)
+        self._ended = threading.Event()  # a thread whose join() a signal has interrupted counts as ended
         try:
             self._address, self._rendezvous = self._host()
             places = self._places()
@@ -157,7 +159,8 @@ class ASGDRun:
         except BaseException:
             self._close()
             raise
-        self._thread.start()
+        threading.Thread(target=self._watch, name="lightning_asgd.ray", daemon=True).start()
+        atexit.register(self._end_with_program)  # runs before Ray's own, which was registered before
 
     # ------------------------------------------------------------------ for the program
 
@@ -202,8 +205,7 @@ class ASGDRun:
             TimeoutError: the run has not ended by then; it continues.
             ASGDError: no worker has finished; its ``__cause__`` is the first worker's exception.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_s):
             raise TimeoutError(f"Run {self._plan.run.name!r} has not ended within {timeout_s:g} s.")
         if self._error is not None:
             raise self._error
@@ -315,7 +317,7 @@ class ASGDRun:
 
     def _watch(self) -> None:
         try:
-            while self._workers:
+            while self._workers and not self._over:
                 with self._lock:
                     self._adjust()
                     refs = [worker.ended for worker in self._workers.values()]
@@ -327,6 +329,12 @@ class ASGDRun:
             self._error = error
         finally:
             self._close()
+            self._ended.set()
+
+    def _end_with_program(self) -> None:
+        """The program ends, and Ray with it. If it was called after its end it would start another cluster."""
+        self._over = True
+        self._ended.wait(_EXIT_S)
 
     def _look(self, ended: list[Any]) -> None:
         """Take note of what has ended, and end what is not to continue."""
@@ -405,16 +413,19 @@ class ASGDRun:
         )
 
     def _close(self) -> None:
-        """End every process of the run, and free its places."""
+        """End every process of the run, and free its places. Ray does so itself if the program ends."""
         with self._lock:
-            self._over = True
+            program_ends, self._over = self._over, True
             actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
             self._workers.clear()
-        for ending in self._endings:
+        for ending in () if program_ends else self._endings:
             with contextlib.suppress(Exception):  # an actor that has ended gives no answer
                 ray.get(ending, timeout=_PATIENCE_S)
         if self._rendezvous is not None:
             self._rendezvous.close()
+        if program_ends:
+            return
+        atexit.unregister(self._end_with_program)
         with contextlib.suppress(Exception):  # the program may have left the cluster
             for actor in [*actors, self._board.actor]:
                 ray.kill(actor, no_restart=True)

@@ -181,5 +181,6 @@ def refused(function: Any, folder: str, resources: dict[str, float], disturb: An
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        json.dump(main(temporary), sys.stdout)
-    ray.shutdown()
+        found = main(temporary)
+        trainer(wait, temporary, {"CPU": 1}).start()  # trains when the program ends
+        json.dump(found, sys.stdout)

@@ -26,7 +26,7 @@ def seen() -> dict[str, Any]:
     done = subprocess.run([sys.executable, str(PROGRAM)], env=variables, capture_output=True, timeout=560)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
-    return found
+    return {**found, "errors": done.stderr.decode()}
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -69,6 +69,10 @@ def test_a_trainer_in_a_task_is_worker_0_itself_and_the_others_end_with_it(seen:
     (drawn,) = seen["task"]["drawn"]  # the same on both
     assert "True" in drawn  # Trainer(deterministic=True)
     assert seen["task"] == {"ranks": ["rank-0", "rank-1"], "first_is_mine": True, "drawn": [drawn], "left": []}
+
+
+def test_a_run_that_the_program_leaves_does_not_start_another_cluster(seen: dict[str, Any]) -> None:
+    assert "current thread is not the main thread" not in seen["errors"]  # in which Ray would be started
 
 
 def test_no_process_is_left(seen: dict[str, Any]) -> None:
