@@ -184,7 +184,7 @@ def stop(way: Way, role: str, number: int | None, how: str, transport: str) -> t
             begun = time.monotonic()
             target.send_signal(SIGNALS[how])
             code: int | None = None
-            ignores = role == "server" and how == "Ctrl-C"
+            ignores = how == "Ctrl-C" and (role == "server" or (way.name == "Ray" and program is None))  # as Ray's do
             with contextlib.suppress(psutil.TimeoutExpired, subprocess.TimeoutExpired):
                 wait_s = 2.0 if ignores else WITHIN_S
                 code = program.wait(wait_s) if program else target.wait(wait_s)
@@ -193,21 +193,23 @@ def stop(way: Way, role: str, number: int | None, how: str, transport: str) -> t
             new = {each: lines[before[each] :] for each, lines in job.lines.items()}
             said = {each: [line for line in lines if line.strip()] for each, lines in new.items()}
             on = [each for each, one in job.programs.items() if one.poll() is None]
-            if target.is_running() and not ignores:
+            ended = not target.is_running() or target.status() == psutil.STATUS_ZOMBIE
+            if not ended and not ignores:
                 problems.append(f"did not end within {WITHIN_S:g} s")
             for each, lines in said.items():
                 if len(lines) > LINES:
-                    problems.append(f"{each} says {len(lines)} lines:\n    " + "\n    ".join(lines[:25]))
+                    shown = [*lines[:12], "...", *lines[-12:]] if len(lines) > 25 else lines
+                    problems.append(f"{each} says {len(lines)} lines:\n    " + "\n    ".join(shown))
         except (AssertionError, psutil.Error, FileNotFoundError) as error:
             problems.append(str(error)[-2000:])
-            took, code, said, on = 0.0, None, {}, []
+            took, code, said, on, ended = 0.0, None, {}, [], False
         left = job.end()
         problems += [f"left behind: {each}" for each in left]
         time.sleep(0.2)
         problems += [f"left behind: /dev/shm/{each}" for each in set(os.listdir("/dev/shm")) - shm]
         ends = {each: one.returncode for each, one in job.programs.items()}
     lines_said = ", ".join(f"{each} {len(lines)}" for each, lines in said.items() if lines) or "none"
-    state = "goes on" if code is None else str(code)
+    state = str(code) if code is not None else "ended" if ended else "runs on"
     rest = ", ".join(on) if on else "-"
     line = [way.name, transport, role, how, state, f"{took:.1f}", lines_said, rest, str(ends)]
     for problem in problems:

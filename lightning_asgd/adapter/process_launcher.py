@@ -15,7 +15,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
     """
 
     def __init__(self, job: TrainingJob, strategy: Any, start_method: str, policy: Policy) -> None:
+        self._terminated = False  # whether the main process got SIGTERM
         super().__init__(strategy, start_method=start_method)
         self.job = job
         self.policy = policy
@@ -107,6 +108,26 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 watch.register(process.pid)
             # In place: the list is that of torch's context, which ends all workers when one of them has failed.
             processes[:] = [_Worker(rank, process, self._code_of) for rank, process in enumerate(processes)]
+        if self._terminated:
+            self.kill(signal.SIGTERM)
+
+    def _pass_on(self, number: int, _: Any) -> None:
+        """Handle SIGTERM in the main process: the workers get it, and end after their batches."""
+        self._terminated = True
+        self.kill(number)
+
+    @contextlib.contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        """Pass SIGTERM on to the workers, unless the program handles it."""
+        self._terminated, in_main_thread = False, threading.current_thread() is threading.main_thread()
+        handles = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if handles:
+            signal.signal(signal.SIGTERM, self._pass_on)
+        try:
+            yield
+        finally:
+            if handles:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _code_of(self, worker: _Worker) -> int | None:
         """A worker's exit code; 0 if it has failed and the others continue.
@@ -154,7 +175,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         if self.start_method == "forkserver":
             self._secret.write_text(json.dumps(job_secret.variables()))
         try:
-            results = super().launch(function, *args, trainer=trainer, **kwargs)
+            with self._passing_on():
+                results = super().launch(function, *args, trainer=trainer, **kwargs)
             self._report_losses()
             return results
         except BaseException:
@@ -165,6 +187,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 process.join(max(deadline - time.monotonic(), 0))
             self.kill(signal.SIGKILL)
             self.strategy.has_failed_elsewhere()
+            if self._terminated:  # that the workers have ended is no failure
+                raise private_names.sigterm.imported(self.strategy.tree) from None
             raise
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -200,6 +224,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             # waits for them hangs.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
+        if signal.getsignal(signal.SIGTERM) == self._pass_on:  # inherited
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
         if self.start_method == "forkserver":
             job_secret.take(json.loads(self._secret.read_text()))

@@ -31,7 +31,12 @@ class TrainerShell(Shell):
 
     def ended_by(self, error: BaseException) -> str:
         """SIGTERM, if it is what Lightning raises then."""
-        return "SIGTERM" if private_names.is_a(error, private_names.sigterm) else ""
+        return "SIGTERM" if private_names.is_a(error, private_names.sigterm) else super().ended_by(error)
+
+    def raise_signal(self) -> None:
+        """Raise what Lightning would."""
+        if private_names.sigterm_came(self._trainer):
+            raise private_names.sigterm.imported(self._trainer.strategy.tree)
 
     def speak_as(self, rank: int) -> None:
         """Let Lightning log and warn in this process if ``rank`` is 0."""

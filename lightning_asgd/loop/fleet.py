@@ -91,7 +91,7 @@ class Fleet:
             patience_s=timeouts.collective_s,
             with_last_output=supervisor.with_last_output,
         )
-        connection.moving = self._job.placed
+        connection.moving, connection.check = self._job.placed, self._shell.raise_signal
         self.client = SessionClient(connection, policy=policy, after=after)
         self.collectives = Collectives(self.client, timeouts.collective_s)
 

@@ -32,6 +32,7 @@ class LoopMember:
 
     def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell, interruptions: Interruptions) -> None:
         self._options, self._job, self._shell, self._interruptions = options, job, shell, interruptions
+        shell.interruptions = interruptions
         self.membership: AnyFleet | None = None
         self.session: LoopSession | None = None
 
@@ -94,7 +95,8 @@ class LoopMember:
 
     def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
         """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""
-        if not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):
+        silent = membership.client.connection.given_up
+        if silent or not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):
             return False
         try:
             session.give_back()

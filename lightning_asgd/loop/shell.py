@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_asgd.loop.signals import TERMINATED, TIME_IS_UP
+from lightning_asgd.loop.signals import TERMINATED, TIME_IS_UP, Interruptions
 
 __all__ = ["Shell"]
 
@@ -23,6 +23,7 @@ class Shell:
 
     device: Any = "cpu"
     loop = "a plain loop or Fabric"
+    interruptions: Interruptions | None = None
 
     @property
     def trains(self) -> bool:
@@ -30,8 +31,15 @@ class Shell:
         return False
 
     def ended_by(self, error: BaseException) -> str:
-        """The signal by which the worker's engine ends it; empty if the error is a failure."""
+        """The signal that ends the worker; empty if the error is a failure."""
+        if isinstance(error, KeyboardInterrupt):
+            return "Ctrl-C"
         return _SIGNALS.get(error.code, "") if isinstance(error, SystemExit) else ""
+
+    def raise_signal(self) -> None:
+        """Raise what a signal that has come would raise after the present batch: the batch waits for a lost server."""
+        if self.interruptions is not None:
+            self.interruptions.raise_now()
 
     def speak_as(self, rank: int) -> None:
         """Log and warn in this process if ``rank`` is 0, else not."""

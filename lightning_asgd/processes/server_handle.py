@@ -91,11 +91,10 @@ class ServerHandle:
         return "\n".join(lines[-_LOG_LINES:]) or "(no output)"
 
     def exit_report(self) -> str:
-        """How it ended, with its last output."""
-        return (
-            f"Server {self.index} (process {self.process.pid}) ended with exit code {self.process.returncode}. "
-            f"Its last output was:\n{self.last_output()}"
-        )
+        """How it ended; with its last output, unless it was asked to end."""
+        code = self.process.returncode
+        output = f" Its last output was:\n{self.last_output()}" if code else ""
+        return f"Server {self.index} (process {self.process.pid}) ended with exit code {code}.{output}"
 
 
 def child_environment() -> dict[str, str]:

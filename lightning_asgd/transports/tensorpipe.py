@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
+import functools
 import importlib
 import os
 import socket
@@ -25,7 +26,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -61,6 +63,7 @@ _lock = threading.RLock()
 _current: Agent | None = None  # torch has one agent per process
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
+_ERROR_LEVEL = 2
 _LOOPBACKS = ("lo", "lo0")
 _DOWN_S, _LOOK_S = 600.0, 0.5  # how long to wait for a network interface that is down; how often to check it
 
@@ -107,6 +110,7 @@ class Agent:
         with _lock:
             if listens:
                 _await_network(interface)
+            _silence_torch()
             stop()
             store: Any = _dist.HashStore()
             self._addresses = _dist.PrefixStore("addrs", store)
@@ -188,6 +192,15 @@ class ConnectionBrokenError(RuntimeError):
     def __init__(self, why: str, *, refused: bool = False) -> None:
         super().__init__(why)
         self.refused = refused
+
+
+@functools.cache
+def _silence_torch() -> None:
+    """Have torch log errors only, unless the user has chosen: it warns of each message to a lost peer."""
+    with suppress(OSError, ValueError):  # another platform, or a build that logs otherwise
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        if "TORCH_CPP_LOG_LEVEL" not in os.environ:  # which torch reads when it is imported
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR_LEVEL
 
 
 def typed(error: Exception) -> Exception:

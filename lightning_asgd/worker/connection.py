@@ -7,6 +7,7 @@ thread takes part in the recovery, then resumes the wait.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from lightning_asgd.transports.transport import CallTimeoutError, Transport
 __all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
 
 COORDINATOR = 0  # index of the server that coordinates
+_PATIENCE_S = 3.0  # after which a wait heeds a signal
 GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
 
 
@@ -68,6 +70,8 @@ class Connection:
         self.restored = [0] * transport.num_servers  # how often each was
         self.replaced = [0] * transport.num_servers  # how often another process took its place
         self._sent: WeakKeyDictionary[Future[Any], int] = WeakKeyDictionary()  # how often, when each message was sent
+        self.check: Callable[[], None] = lambda: None  # raises what a signal that has come raises after a batch
+        self.given_up = False  # whether a signal has ended a wait
         self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
         self._lost_servers: set[int] = set()  # servers to restore
         self._being_restored: set[int] = set()
@@ -134,16 +138,30 @@ class Connection:
     def wait(self, future: Future[Any], seconds: float) -> bool:
         """Wait until a future is done; meanwhile restore lost servers, if that is possible."""
         if self.restorer is None:
-            return done_within(future, seconds)
+            return self.patiently(future, seconds)
         while not future.done():
             self.attend()
             if self._being_restored and self._lost_servers - self._being_restored:
                 raise AnotherLost
             either = self._interrupt = Future()
             future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
-            if not self._lost_servers - self._being_restored and not done_within(either, seconds):
+            if not self._lost_servers - self._being_restored and not self.patiently(either, seconds):
                 return future.done()
         self._interrupt = None
+        return True
+
+    def patiently(self, future: Future[Any], seconds: float) -> bool:
+        """Wait until a future is done. A signal that would end this worker after its batch ends a long wait."""
+        until = time.monotonic() + seconds
+        while not done_within(future, min(_PATIENCE_S, max(until - time.monotonic(), 0.0))):
+            if threading.current_thread() is threading.main_thread():
+                try:
+                    self.check()
+                except BaseException:
+                    self.given_up = True
+                    raise
+            if time.monotonic() >= until:
+                return False
         return True
 
     # ------------------------------------------------------------------ lost servers

@@ -29,7 +29,7 @@ from lightning_asgd.protocol import (
     StateReport,
 )
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import COORDINATOR, AnotherLost, done_within
+from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import run
@@ -147,7 +147,7 @@ class FailoverClient:
         Raises a :class:`ServerLostError` if a server was not replaced, :class:`AnotherLost` if another server is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
-            done_within(awaited.ready, threading.TIMEOUT_MAX)
+            self._connection.patiently(awaited.ready, threading.TIMEOUT_MAX)
             if awaited.error is not None:
                 raise awaited.error
         try:

@@ -108,7 +108,7 @@ class SessionClient:
         if worker is not None:
             process = this_process() if pid is None else machine_and_pid(pid)
             message = replace(message, worker=worker, final=True, process=process)
-        for server in self.connection.servers:
+        for server in set(self.connection.servers) - self.connection.gone:
             try:
                 done_within(self.connection.post(server, message), 5.0)
             except RuntimeError:  # the server is gone too: nothing to leave

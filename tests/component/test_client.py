@@ -262,3 +262,28 @@ def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     transport.sent.clear()
     collectives.repeat(c.connection)
     assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]
+
+
+def test_a_long_wait_heeds_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "_PATIENCE_S", 0.01)
+    connection, waits = client(Answers(None, None)).connection, []
+
+    def check() -> None:
+        waits.append(1)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    connection.check = check
+    assert not connection.patiently(Future(), 0.005)
+    assert not connection.given_up
+    with pytest.raises(KeyboardInterrupt):
+        connection.ask(0, Leave("s", 3))
+    assert connection.given_up
+
+
+def test_a_worker_that_has_given_up_sends_no_farewell_to_a_lost_server() -> None:
+    transport = Answers(None, reply(0))
+    c = client(transport)
+    c.connection.gone.add(0)
+    c.leave()
+    assert [server for server, _, _ in transport.sent] == [1]
