@@ -184,6 +184,7 @@ several: $(VENV)/.installed-dev ## several Trainers in one process, pytest, note
 
 strangers: $(VENV)/.installed-examples ## processes, connections and messages that a job does not expect (as root: on two machines too)
 	@$(RUN) benchmarks/strangers.py
+	@$(RUN) benchmarks/another_user.py
 	@$(RUN) -m benchmarks.fuzz
 
 ports: $(VENV)/.installed-examples ## a job through one port: firewall, NAT, a tunnel that is restarted, IPv6 (as root, with iptables)

@@ -39,13 +39,18 @@ def fit(strategy: Any, *, number: int | None = None, **about: Any) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net = torch.nn.Linear(4, 1)
+            if WAY == "tables":
+                from lightning_asgd import ServedEmbedding
+
+                self.table = ServedEmbedding(1000, 4, folder=FOLDER / "tmp" / "table", optimizer="sgd", lr=0.1)
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             if batch_idx == 5:
                 place = os.environ.get("LOCAL_RANK", "0") if WAY == "islands" else self.global_rank
                 trains(int(place) if number is None else number)
             time.sleep(STEP_S)
-            return self.net(batch[0]).square().mean()
+            more = self.table(torch.randint(1000, (4,))) if WAY == "tables" else 0.0
+            return self.net(batch[0] + more).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.01)
@@ -109,7 +114,8 @@ def main() -> None:
     elif WAY == "islands":
         fit(ASGDStrategy(nsync=5, transport=TRANSPORT, island=2), devices=4)
     else:
-        fit(ASGDStrategy(nsync=5, transport=TRANSPORT, start_method=WAY), devices=2)
+        start_method = "popen" if WAY == "tables" else WAY
+        fit(ASGDStrategy(nsync=5, transport=TRANSPORT, start_method=start_method), devices=2)
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             self._attach(trainer)
 
     def _attach(self, trainer: Any) -> None:
+        self.tree.say("Inside an island torch's process groups (gloo, NCCL) are neither encrypted nor authenticated.")
         self._failed = self._alone = False
         self._group = IslandGroup(self.options.config.timeouts.collective_s + GRACE_S)
         run = None if self._division is None else self._division.run
