@@ -112,25 +112,11 @@ class ExchangeConfig:
         offload: Any = False,
         gain: Any = True,
     ) -> ExchangeConfig:
-        """Check what a user gave.
+        """Check what a user gave; see the attributes. Raises a :class:`ConfigurationError` for a value out of range.
 
-        Args:
-            nsync: default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None means
-                ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
-            nfetch: steps between two fetches; None means ``nsync``.
-            npush: steps between two pushes; None means ``nsync``.
-            algorithm: an algorithm or its name; None means :class:`ASGD`.
-            scale: that of :class:`ASGD`; given only with this algorithm.
-            overlap: None means what the algorithm does by itself.
-            max_offline_steps: see the attribute.
-            snapshot_every_s: see the attribute.
-            offload: see the attribute.
-            timeouts: None means the defaults.
-            compression: a compression or its name, or "auto"; None for none.
-            gain: without effect where the algorithm does not apply the mean of workers' steps.
-
-        Raises:
-            ConfigurationError: a value is of the wrong type or out of range.
+        ``nsync`` is the default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None
+        means ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
+        ``overlap=None`` is what the algorithm does by itself.
         """
         rule = find(algorithm, scale)
         if nsync is None:

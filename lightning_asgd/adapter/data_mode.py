@@ -38,10 +38,7 @@ def workers_of(trainer: Any) -> int:
 
 
 def batch_size_of(trainer: Any) -> int:
-    """Samples in this worker's training batches; 0 if the loader does not form them, or there are several loaders.
-
-    Those of an island are as many as all of its processes train together.
-    """
+    """Samples in a batch of this worker, or of its whole island; 0 if the loader forms none, or there are several."""
     loaders = training_loaders(trainer)
     sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
     sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler
@@ -51,10 +48,7 @@ def batch_size_of(trainer: Any) -> int:
 
 
 def count_in(trainer: Any, batch: int) -> None:
-    """Have Lightning count an epoch, and the batches between two validations, in batches of the reference size.
-
-    Not where every worker trains a part of its own: there its own batches count.
-    """
+    """Have Lightning count in batches of the reference size, unless every worker trains a part of its own."""
     before = expected_batches(trainer), validates_after(trainer)
     (loader,) = training_loaders(trainer)
     samples = len(loader.batch_sampler.sampler) * place_in_batch(trainer)[1]

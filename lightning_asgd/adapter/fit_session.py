@@ -174,10 +174,7 @@ class FitSession(Participation):
     # ------------------------------------------------------------------ every batch
 
     def share_data(self) -> None:
-        """Have the training dataloader yield what this worker is granted, if the data can be leased.
-
-        Called when training and epochs begin.
-        """
+        """When training and epochs begin, have the loader yield what this worker is granted, if it can be leased."""
         self._choice.choose()
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
@@ -330,10 +327,7 @@ class FitSession(Participation):
         self.sync_point("train end")
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
-        """Wait for all living workers, and give all of them the same bits of the servers' weights.
-
-        Returns the joint report.
-        """
+        """Wait for all living workers, give all the same bits of the servers' weights, and return the joint report."""
         trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
         if self._run is not None:
             self._run.follow_chief()

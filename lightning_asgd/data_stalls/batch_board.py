@@ -45,14 +45,9 @@ class Program:
 
 
 class BatchBoard:
-    """All methods are called by one program at a time.
+    """All methods are called by one program at a time. The ``numbers`` are shared by the programs.
 
-    Args:
-        numbers: shared by the programs.
-        per_epoch: batches.
-        is_alive: whether a process, given with its start, lives.
-        now_ms: a clock that all programs share; never 0.
-        patience_ms: for which the others wait for a program that is between two epochs.
+    ``now_ms`` is a clock that all share, never 0; others wait ``patience_ms`` for a program between two epochs.
     """
 
     def __init__(

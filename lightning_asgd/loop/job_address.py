@@ -127,10 +127,7 @@ def find_address(kind: TransportKind, place: Surroundings, *, is_main: bool) -> 
 def check_port(given: str | None, num_nodes: int, *, by_hand: bool) -> None:
     """Raise a ``LaunchError`` for a ``MASTER_PORT`` at which a job's processes cannot meet.
 
-    Args:
-        given: the variable; None if it is not set, or only by this package.
-        num_nodes: number of machines.
-        by_hand: a user starts the processes, and neither torchrun nor SLURM.
+    ``given`` is None if it is not set, or only by this package; ``by_hand``: neither torchrun nor SLURM starts them.
     """
     if given is None and num_nodes > 1 and by_hand:
         raise LaunchError(

@@ -19,25 +19,15 @@ _NAMED = 3  # lines for lost workers
 
 @dataclass(frozen=True)
 class FitSummary:
-    """The lines at the end of a fit.
-
-    Attributes:
-        workers: their number.
-        seconds: how long the chief has trained.
-        figures: every worker's metrics; empty without a monitor.
-        stats: of the chief's exchanges.
-        chief: its number.
-        waited_s: seconds that the chief has waited.
-        folder: where the metrics were written; None without a monitor.
-    """
+    """The lines at the end of a fit."""
 
     workers: int
-    seconds: float
-    figures: Mapping[int, WorkerMetrics]
-    stats: ExchangeStats
+    seconds: float  # for which the chief has trained
+    figures: Mapping[int, WorkerMetrics]  # every worker's metrics; empty without a monitor
+    stats: ExchangeStats  # of the chief's exchanges
     chief: int
-    waited_s: float
-    folder: str | None
+    waited_s: float  # by the chief
+    folder: str | None  # where the metrics were written; None without a monitor
 
     def __str__(self) -> str:
         workers = max(self.workers, len(self.figures))

@@ -36,13 +36,8 @@ class Waited(NamedTuple):
 class Meter:
     """Counts what one worker does in a fit. Used by the training thread only.
 
-    Args:
-        stats: gives what the exchanges were like.
-        waited: gives the seconds waited.
-        epoch: gives the epochs trained, including the fraction of the current one.
-        clock: seconds; given by tests.
-        tokens: gives the tokens trained; 0 if they are not counted.
-        rows: gives how many rows of served tables were read and fetched, and their ages.
+    ``epoch`` gives the epochs trained, with the fraction of the current one; ``tokens`` is 0 if they are not counted;
+    ``rows`` gives how many rows of served tables were read and fetched, and their ages.
     """
 
     def __init__(

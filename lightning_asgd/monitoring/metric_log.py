@@ -31,44 +31,26 @@ _FIELDS = {f.name for f in fields(WorkerMetrics)}
 
 @dataclass(frozen=True)
 class Entry:
-    """What worker 0 knew at one moment.
+    """What worker 0 knew at one moment."""
 
-    Attributes:
-        at_s: seconds since the fit began.
-        step: the Trainer's global step.
-        living: workers that took part.
-        figures: the latest metrics of each worker, including workers that are gone.
-    """
-
-    at_s: float
-    step: int
-    living: tuple[int, ...]
-    figures: dict[int, WorkerMetrics]
+    at_s: float  # seconds since the fit began
+    step: int  # the Trainer's global step
+    living: tuple[int, ...]  # workers that took part
+    figures: dict[int, WorkerMetrics]  # the latest metrics of each worker, including workers that are gone
 
 
 @dataclass
 class Fit:
-    """One fit.
+    """One fit. Times of events and validations are seconds since it began."""
 
-    Attributes:
-        started: local date and time, as text.
-        workers: their number.
-        settings: arguments of the strategy.
-        entries: in the order of time.
-        end: how it ended; empty if unknown.
-        events: what happened to workers and servers, and after how many seconds.
-        about: what is trained, where and by which versions; empty in files of earlier versions of this package.
-        validations: the metrics of every validation on the chief, and after how many seconds it ended.
-    """
-
-    started: str
+    started: str  # local date and time
     workers: int
-    settings: dict[str, Any]
-    entries: list[Entry] = field(default_factory=list)
-    end: str = ""
-    events: list[tuple[float, str]] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
-    validations: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    settings: dict[str, Any]  # arguments of the strategy
+    entries: list[Entry] = field(default_factory=list)  # in the order of time
+    end: str = ""  # how it ended; empty if unknown
+    events: list[tuple[float, str]] = field(default_factory=list)  # of workers and servers
+    about: dict[str, Any] = field(default_factory=dict)  # what is trained, where and by which versions
+    validations: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # on the chief
 
     @property
     def last(self) -> dict[int, WorkerMetrics]:
@@ -77,14 +59,7 @@ class Fit:
 
 
 class MetricLog:
-    """Writes the file.
-
-    Args:
-        folder: path or URL; made if it is not there.
-        workers: number of workers.
-        settings: arguments of the strategy, plain values.
-        about: what is trained, where and by which versions, plain values.
-    """
+    """Writes the file, in a ``folder`` (path or URL) that is made if it is not there."""
 
     def __init__(
         self, folder: str | Path, workers: int, settings: Mapping[str, Any], about: Mapping[str, Any] | None = None

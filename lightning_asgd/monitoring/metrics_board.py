@@ -19,18 +19,12 @@ class MetricsBoard:
     """The latest metrics of the workers that this worker knows of, from heartbeats and sync points.
 
     The heartbeat's thread and the training thread both write to it. A worker's metrics are replaced as a whole.
-
-    Attributes:
-        mine: this worker's own; None if it takes none.
-        living: workers that take part.
-        events: what has happened to workers and servers, and when by the monotonic clock; the latest thousand.
-        places: machine and device of the workers, as far as they are known.
     """
 
-    mine: WorkerMetrics | None = None
-    living: tuple[int, ...] = ()
+    mine: WorkerMetrics | None = None  # this worker's own; None if it takes none
+    living: tuple[int, ...] = ()  # workers that take part
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_EVENTS))
-    places: dict[int, tuple[str, str]] = field(default_factory=dict)
+    places: dict[int, tuple[str, str]] = field(default_factory=dict)  # machine and device of each worker that is known
     _latest: dict[int, WorkerMetrics] = field(default_factory=dict)
 
     def note(self, event: str) -> None:

@@ -116,8 +116,7 @@ def _here(what: str) -> _Worker:
 def report_metrics(metrics: dict[str, Any], checkpoint: Callable[[str], object] | None = None) -> None:
     """Report metrics, and perhaps a checkpoint, to the driver. Returns without waiting for other workers.
 
-    Unlike ``ray.train.report`` it is for one worker, the chief, and is not a barrier: workers of a run take their steps
-    at different times.
+    Unlike ``ray.train.report`` it is for the chief alone, and no barrier: workers take their steps at different times.
 
     Args:
         metrics: plain values by name.
@@ -155,10 +154,6 @@ class ReportCallback(CallbackExtension, Extension):  # type: ignore[misc]
 
     Args:
         checkpoints: whether checkpoints are reported too.
-
-    Example:
-        >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(callbacks=[ReportCallback()], logger=False, accelerator="cpu")
     """
 
     def __init__(self, checkpoints: bool = True) -> None:

@@ -53,10 +53,7 @@ def _announce(host: str, port: int) -> None:
 
 @dataclass
 class ASGDConfig(TorchConfig):  # type: ignore[misc]
-    """``TorchTrainer(torch_config=ASGDConfig())``: the workers make no process group.
-
-    Ray Train's own configuration makes one on the port that the servers of :class:`RayASGDStrategy` need.
-    """
+    """``TorchTrainer(torch_config=ASGDConfig())`` makes no process group, which would take the servers' port."""
 
     @property
     def backend_cls(self) -> Any:
@@ -69,8 +66,7 @@ class RayASGDStrategy(ASGDStrategy):
 
     It takes the place of ``RayDDPStrategy``; ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer`` stay as
     they are. The ``TorchTrainer`` needs ``torch_config=ASGDConfig()``. Ray Train restarts all workers from a checkpoint
-    when one dies, and its reports are barriers: they belong at the end of an epoch, where workers synchronise anyway. A
-    run of :class:`~lightning_asgd.ray.ASGDTrainer` has neither limit.
+    when one dies, and its reports are barriers, for the ends of epochs. An :class:`ASGDTrainer` has neither limit.
     """
 
     @property

@@ -30,19 +30,12 @@ _REPLACED = r"^Process \d+ on (\S+) replaces .* as worker (\d+) "
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happened.
+    """Something that happened."""
 
-    Attributes:
-        at_s: seconds since the fit began.
-        kind: one of :data:`KINDS`.
-        worker: whose process was lost or joined; None for servers.
-        text: what the workers' logs said.
-    """
-
-    at_s: float
-    kind: str
-    worker: int | None
-    text: str
+    at_s: float  # seconds since the fit began
+    kind: str  # one of :data:`KINDS`
+    worker: int | None  # whose process was lost or joined; None for servers
+    text: str  # what the workers' logs said
 
 
 def faults(fit: Fit) -> list[Fault]:

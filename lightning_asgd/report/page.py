@@ -59,16 +59,7 @@ _EXCHANGES: _Columns = {
 
 
 def write(fit: Fit, folder: Path, *, about: str = "") -> Path:
-    """Write the page and its pictures.
-
-    Args:
-        fit: has entries.
-        folder: made if it is not there; files of the same names are replaced.
-        about: a line below the title.
-
-    Returns:
-        the page.
-    """
+    """Write the page and its pictures into a folder, which is made if it is not there; returns the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(fit)
     for picture in pictures:

@@ -37,19 +37,12 @@ _STYLE = {**STYLE, "axes.grid": True, "axes.grid.axis": "y", "text.parse_math": 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture.
-
-    Attributes:
-        name: of its file.
-        title: of what it shows.
-        png: the file, on white.
-        svg: an element for an HTML page, whose colours are variables: see :data:`picture_style.PAPER`.
-    """
+    """A picture and the ``name`` of its file."""
 
     name: str
     title: str
-    png: bytes
-    svg: str
+    png: bytes  # the file, on white
+    svg: str  # for an HTML page; its colours are variables: see :data:`picture_style.PAPER`
 
 
 def draw(fit: Fit) -> list[Picture]:

@@ -76,10 +76,7 @@ class CollectiveTable:
         return max(0, min(self._missed, default=self._completed) - 1)
 
     def join(self, worker: int, now: float = 0.0, process: str = "", since: int | None = None) -> None:
-        """Let a worker join or rejoin; it has nothing to catch up on if it missed no collective.
-
-        One that was replaced takes part in those after number ``since``.
-        """
+        """Let a worker join or rejoin. One that was replaced takes part in what comes after number ``since``."""
         returns = self.members.join(worker, now, process) or (since is not None and worker in self.members.catching_up)
         for seq in [seq for seq in self._missed if since is not None and seq <= since]:
             self._caught_up(worker, seq)
@@ -177,10 +174,7 @@ class CollectiveTable:
 
     @property
     def member_counts(self) -> tuple[int, ...]:
-        """Compared before and after :meth:`contribute` to notice a change of the members.
-
-        It only takes workers out of the first three of these sets, and adds to the last: their sizes are enough.
-        """
+        """Differ if :meth:`contribute` has changed the members: it takes from three sets, and adds to the last."""
         members = self.members
         return len(members.suspected), len(members.catching_up), len(members.fenced), len(members.left)
 
@@ -198,10 +192,7 @@ class CollectiveTable:
         return others if waits and self.members.living & set(claiming) else set()
 
     def separate(self, claiming: dict[int, str]) -> list[Completion]:
-        """Fail a collective in which some wait while all the others wait for data: neither would ever end.
-
-        ``claiming`` names the workers that wait for data, and their epochs. They must be sent the same error.
-        """
+        """Fail a collective in which some wait and all others, ``claiming``, wait for data: neither would end."""
         training, others = self.members.living & set(claiming), self.at_odds(claiming)
         due: list[Completion] = []
         for seq, operation in list(self._operations.items()):

@@ -122,10 +122,7 @@ class Epochs:
             self._keep(epoch, None, 0.0)
 
     def restore(self, parts: Mapping[int, LeaseHoldings], held: Mapping[str, Ranges]) -> None:
-        """Restore from the workers' reports after the granting server was lost.
-
-        ``parts`` are what each has of its epoch; ``held``, by key, the units that the restored weights hold.
-        """
+        """Restore from workers' reports: the ``parts`` that each has, and units that the weights hold (``held``)."""
         self.clear()
         self._held = dict(held)
         for key in [*held, *(part.epoch.key for part in parts.values())]:

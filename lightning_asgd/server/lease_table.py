@@ -84,10 +84,7 @@ class Leases:
     def update_members(
         self, living: Collection[int], now: float, behind: Collection[int] = (), changed: Collection[int] | None = None
     ) -> list[Completion]:
-        """Update who takes part: the workers that others wait for, and those catching up, which may train too.
-
-        ``changed``, if given, includes every worker whose status differs from the last call.
-        """
+        """Update who takes part, those catching up too; ``changed``, if given, includes all whose status differs."""
         changed = self._living.union(living) if changed is None else changed
         changed = {number for number in changed if (number in living) != (number in self._living)}
         self._living ^= changed
@@ -130,10 +127,7 @@ class Leases:
         """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
 
     def applied(self, number: int, units: int) -> None:
-        """Note how many of a worker's units are applied, at the moment when the push itself arrives.
-
-        So a unit is either done or granted to others, whenever a worker is lost.
-        """
+        """Note how many units are applied, as the push arrives: at any time each is done, or granted to others."""
         worker = self._workers.get(number)
         if worker is not None:
             self._apply(worker, units)

@@ -35,10 +35,7 @@ class Sooner(Protocol):
     """Workers that may finish sooner than another."""
 
     def are_sooner(self, units: int, than_s: float, than: Load, factor: float) -> bool:
-        """Whether ``factor`` times the seconds that they need for a number of units are less than ``than_s``.
-
-        These are those of the worker ``than``.
-        """
+        """Whether ``factor`` times their seconds for some units is less than ``than_s``, those of worker ``than``."""
 
 
 class Others(Sooner, Protocol):
@@ -50,10 +47,7 @@ class Others(Sooner, Protocol):
         """Those that are much faster than a worker; None if there are none."""
 
     def finish_s(self, units: int, mine: Load, most_s: float) -> float:
-        """Seconds until they and another worker have trained a number of units.
-
-        Any number from ``most_s`` on, if it takes longer than that.
-        """
+        """Seconds until they and another worker have trained some units; if longer, any number from ``most_s`` on."""
 
 
 class Few:

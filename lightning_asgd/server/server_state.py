@@ -122,10 +122,7 @@ class ServerState:
         self._most_workers = max(self._most_workers, members.world_size)
 
     def note_exit(self, session: str, worker: int, reason: str, process: str) -> bool:
-        """Remember that a worker's process has ended; whether the present session continues the given one.
-
-        ``process`` is what the name of that process begins with: another one may have replaced it.
-        """
+        """Note the end of a worker's process, whose name begins with ``process``; whether this session continues."""
         members = None if self.session is None else self.session.members
         if members is not None and process and members.other_than(worker, process):
             return False
@@ -168,10 +165,7 @@ class ServerState:
         return self.join(session, message, now, begun=begun), session.joined(worker, late=False)
 
     def end_if_awaited(self, session: SessionState, worker: int, why: str) -> list[Completion]:
-        """End the session if it waits for a worker that was refused: it would wait for long.
-
-        Otherwise that process may be a stranger.
-        """
+        """End the session if it waits for a worker that was refused; otherwise that process may be a stranger."""
         awaited = worker in session.members.awaited - session.members.joined
         return session.collectives.abort(why) if awaited else []
 
@@ -193,10 +187,7 @@ class ServerState:
         return self.epochs.forget(message.worker, now) if message.again else []
 
     def initialise(self, session: SessionState, message: InitShard) -> bool:
-        """Lay a shard out, unless it is, and take the weights that a worker brings.
-
-        Returns whether exchanges can pass through shared memory.
-        """
+        """Lay a shard out, unless it is, with a worker's weights; returns whether exchanges can share memory."""
         rules = message.algorithm, message.compression
         if not isinstance(rules[0], Algorithm) or not (rules[1] is None or isinstance(rules[1], Compression)):
             raise ProtocolError(

@@ -62,10 +62,7 @@ class _Asked:
 
 @dataclass
 class Shard:
-    """The weights of one server.
-
-    Where ``comes_and_goes``, a worker counts from its first push on, not while it still sets up.
-    """
+    """The weights of one server. Where ``comes_and_goes``, a worker counts from its first push on."""
 
     groups: Groups
     algorithm: Algorithm
@@ -120,10 +117,7 @@ class Shard:
         self.samples = deque(maxlen=self.algorithm.keep_at_most)
 
     def resume(self, weights: Sequence[Tensor], version: int, pushes: Mapping[int, int]) -> None:
-        """Take the state that a worker holds of a shard that was lost, and keep what the algorithm keeps.
-
-        ``pushes`` are the latest of each worker that these weights hold.
-        """
+        """Take a worker's copy of a lost shard; ``pushes`` are the latest of each worker that these weights hold."""
         if not self.weights:
             self.initialise(weights, version)
         else:  # it was revived; workers push again what these weights lack

@@ -57,10 +57,7 @@ class Snapshots:
         return self.folder / f"server{server}.pt"
 
     def lock(self, run: str, *, joins: bool) -> int:
-        """Keep other hosts from the folder while the file is open whose number is returned.
-
-        Hosts that have joined (``joins``) share it with the first host of their run.
-        """
+        """Keep other hosts from the folder while the returned file is open; hosts of its run (``joins``) share it."""
         file, name = os.open(self.folder / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), run.encode()
         shared = joins and os.pread(file, len(name) + 1, 0) == name
         try:

@@ -52,10 +52,7 @@ class Buffers:
         return False
 
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
-        """The update of ``groups`` that a message brings, in memory that the answer may be written to; None if none.
-
-        ``lasting``: the memory must stay as it is when another message comes.
-        """
+        """The update of ``groups``, in memory for the answer unless it must be ``lasting``; None if there is none."""
         key = message.worker, message.fragment
         block = self._blocks.get(key) if message.shared else None
         if block is not None:

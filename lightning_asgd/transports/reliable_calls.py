@@ -53,10 +53,7 @@ _GAPS = 1024  # in the numbers of finished calls that are remembered per caller:
 
 
 class Acknowledgements:
-    """Numbers of calls whose replies have arrived and are not yet acknowledged. Any thread may use it.
-
-    It takes no lock: a lock holder may be waiting for the reply thread.
-    """
+    """Numbers of calls whose replies have come, to be acknowledged. No lock: its holder may wait for replies."""
 
     def __init__(self) -> None:
         self._numbers: deque[int] = deque()

@@ -24,10 +24,7 @@ _LARGEST_SUM = 16 << 20  # bytes of all entries and their names
 
 
 class HostedZmqStore(EntryStore):
-    """The entries, and the socket at which the job's other processes read and write them.
-
-    Raises an ``OSError`` if the address cannot be listened on.
-    """
+    """The entries, and the socket at which others read and write them. Raises an ``OSError`` if it cannot listen."""
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._texts: dict[str, str] = {}
