@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import re
+import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -32,25 +34,42 @@ def expected(roles: Collection[str], transport: str) -> list[str]:
     return sorted(kinds)
 
 
+def listening(pid: int) -> dict[int, Socket]:
+    """What listens in the network namespace of a process, by inode. psutil sees this process's namespace only."""
+    found = {}
+    for name, state, width in (("tcp", "0A", 4), ("tcp6", "0A", 16), ("udp", "07", 4), ("udp6", "07", 16)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, remote, its_state, *_, inode = line.split()[:10]
+            if its_state == state and int(remote.replace(":", ""), 16) == 0:
+                host, port = local.split(":")
+                words = bytes.fromhex(host)  # of 32 bits, in the machine's order
+                address = b"".join(words[i : i + 4][::-1] for i in range(0, width, 4))
+                family = socket.AF_INET if width == 4 else socket.AF_INET6
+                found[int(inode)] = (name[:3], socket.inet_ntop(family, address), int(port, 16))
+    return found
+
+
 def sockets(process: psutil.Process) -> set[Socket]:
     """What a process listens at."""
-    seen = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in process.net_connections("inet"):
-            if each.status == psutil.CONN_LISTEN or (each.status == psutil.CONN_NONE and not each.raddr):
-                seen.add(("tcp" if each.status == psutil.CONN_LISTEN else "udp", each.laddr.ip, each.laddr.port))
-    return seen
+    with contextlib.suppress(OSError):  # it has ended
+        files = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+        inodes = {int(each[8:-1]) for each in files if each.startswith("socket:[")}
+        return {found for inode, found in listening(process.pid).items() if inode in inodes}
+    return set()
 
 
-def check_listeners(processes: Mapping[int, Collection[str]], transport: str) -> None:
-    """Compare processes of one machine, given by their roles as the table has them, and those they start, with it."""
+def check_listeners(processes: Mapping[int, Collection[str]], transport: str, *addresses: str) -> None:
+    """Compare processes, given by their roles as the table has them, and those they start, with it.
+
+    On one machine all listen on loopback; on several they may listen at these ``addresses``, too.
+    """
     family = {each for pid in processes for root in [psutil.Process(pid)] for each in (root, *root.children(True))}
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             seen, roles = sockets(process), processes.get(process.pid) or roles_of(process)
             parent = process.parent()
             if roles or parent is None:
-                check(seen, roles, transport)
+                check(seen, roles, transport, addresses)
             else:  # a gateway has the socket of the process that has started it
                 assert seen <= sockets(parent), f"{process.cmdline()} listens at {seen}"
 
@@ -63,8 +82,8 @@ def roles_of(process: psutil.Process) -> list[str]:
     return ["`lightning-asgd serve`"] if "serve" in command else []
 
 
-def check(seen: set[Socket], roles: Collection[str], transport: str) -> None:
+def check(seen: set[Socket], roles: Collection[str], transport: str, addresses: Collection[str]) -> None:
     """Compare the sockets of a process with the table."""
-    assert all(ipaddress.ip_address(ip).is_loopback for _, ip, _ in seen), f"{roles} listen at {seen}"
+    assert all(ip in addresses or ipaddress.ip_address(ip).is_loopback for _, ip, _ in seen), f"{roles}: {seen}"
     told = expected(roles, transport)
     assert sorted(kind for kind, *_ in seen) == told, f"{roles} with {transport}: {seen}, the page says {told}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from benchmarks import network
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.config import SECRET_ENV
+from tests.helpers.listeners import check_listeners, listening
 from tests.lightning import test_runs as runs
 from tests.lightning.test_processes import check_finished, start, training, wait_until
 
@@ -32,17 +32,9 @@ def machines() -> Iterator[network.Network]:
         yield pair
 
 
-def listening(pid: int) -> set[str]:
+def addresses_in(pid: int) -> set[str]:
     """Addresses that any process listens on in the network namespace of a process."""
-    found = set()
-    for family, name, width in ((socket.AF_INET, "tcp", 4), (socket.AF_INET6, "tcp6", 16)):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state = line.split()[:4]
-            if state == "0A":
-                words = bytes.fromhex(local.split(":")[0])  # 32-bit words in the machine's order
-                address = b"".join(words[i : i + 4][::-1] for i in range(0, width, 4))
-                found.add(socket.inet_ntop(family, address))
-    return found
+    return {ip for _, ip, _ in listening(pid).values()}
 
 
 def expected(machines: network.Network, transport: str) -> set[str]:
@@ -71,9 +63,13 @@ def on_both(folder: Path, machines: network.Network, port: str, **options: Any) 
 def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, transport: str, said: str) -> None:
     jobs = on_both(tmp_path, machines, PORTS[transport == "auto"], max_epochs=60, settings={"transport": transport})
     wait_until(lambda: (tmp_path / "training0").exists() or jobs[0].poll() is not None, 90, "training")
-    seen = listening(jobs[0].pid) if jobs[0].poll() is None else set()
+    kind = "rpc" if transport == "rpc" else "zmq"
+    seen = addresses_in(jobs[0].pid)
+    main = ["a job's main process", "a job's main process on several machines", "each worker"]
+    further = ["each worker", "each further worker of a job on several machines"]
+    check_listeners({jobs[0].pid: main, jobs[1].pid: further}, kind, *machines.addresses)
     check_finished(tmp_path, jobs)
-    assert seen == expected(machines, "rpc" if transport == "rpc" else "zmq")
+    assert seen == expected(machines, kind)
     assert [(tmp_path / f"output{node}").read_text().count(f"transport {said}") for node in (0, 1)] == [1, 0]
 
 
@@ -109,13 +105,13 @@ def test_when_worker_0_dies_the_other_machine_continues(tmp_path: Path, machines
     jobs = on_both(tmp_path, machines, PORTS[2], max_epochs=1_000_000, settings={"transport": "rpc"})
     try:
         wait_until(lambda: training(tmp_path), 90, "training")
-        assert listening(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
+        assert addresses_in(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
         jobs[0].kill()
         said = tmp_path / "output1"
         wait_until(
             lambda: "A server was lost, and restored" in said.read_text() or jobs[1].poll() is not None, 30, "it"
         )
-        assert listening(jobs[1].pid) == {machines.addresses[1]}
+        assert addresses_in(jobs[1].pid) == {machines.addresses[1]}
         (tmp_path / "stop").touch()
         assert jobs[1].wait(30) == 0, said.read_text()
         wait_until(lambda: not any(machines.processes(node) for node in (0, 1)), 10, "the end of all processes")
@@ -179,8 +175,8 @@ def test_when_the_chief_on_one_machine_is_killed_the_worker_on_the_other_ends_th
         wait_until(lambda: runs.epochs_of(tmp_path, "a") >= 1, 30, "training")
         second = on(1, "b", runs.attach, "b", address, transport, 0.005)
         wait_until(lambda: runs.Diary.read(tmp_path / "b.json") != [], 30, "training on the other machine")
-        assert listening(served.pid) == expected(machines, transport)
-        assert listening(second.pid) <= {machines.addresses[1]}
+        assert addresses_in(served.pid) == expected(machines, transport)
+        assert addresses_in(second.pid) <= {machines.addresses[1]}
         first.kill()
         before = runs.epochs_of(tmp_path, "b")
         wait_until(lambda: runs.epochs_of(tmp_path, "b") > before + 1, 20, "an epoch of the other machine alone")
