@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from lightning_asgd.processes.host_entry import (
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["RunFinder"]
+
+log = logging.getLogger(__name__)
 
 Way = tuple[str, int]
 Answer = HostEntry | LaunchError | bool | None
@@ -60,6 +63,7 @@ class RunFinder:
         self._ways = {joined(*way): way for way in given}  # by the address that a host has for itself, once it is known
         self._hosts: tuple[str, ...] = ()  # in the order in which they are candidates
         self._present = ""
+        self._refused: set[str] = set()  # hosts with another secret, for instance
         self._ask, self._cast, self._clock = ask, cast, clock
         self._voted_for, self._voted_at, self._votes = "", 0.0, 0
         self._lock = threading.Lock()
@@ -95,7 +99,7 @@ class RunFinder:
         with self._lock:
             seen: dict[str, HostEntry] = {}
             gone: set[str] = set()
-            refused: LaunchError | None = None
+            refused: dict[str, LaunchError] = {}
             for name, answer in self._answers():
                 if isinstance(answer, HostEntry):
                     name = self._note(name, answer)
@@ -105,9 +109,12 @@ class RunFinder:
                 elif answer is False:
                     gone.add(name)
                 elif isinstance(answer, LaunchError):
-                    refused = answer
-            if refused is not None and not seen and not self.term:  # else the run continues without that host
-                raise refused
+                    refused[name] = answer
+            if refused and not seen and not self.term:  # else the run continues without that host
+                raise next(iter(refused.values()))
+            for name in refused.keys() - self._refused:
+                log.warning("The host %s cannot take over this worker: %s", name, refused[name])
+            self._refused |= refused.keys()
             serving = [entry for entry in seen.values() if self._is_next(entry) and self._withdraws(entry)]
             # A host may have been started once more after all of them had ended.
             serving = serving or [e for e in seen.values() if e.serves and self._ways.keys() <= gone | {e.address}]

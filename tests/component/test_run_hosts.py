@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -350,6 +351,21 @@ def test_a_joining_worker_finds_the_host_by_any_other_and_says_what_is_wrong_if_
     lonely = RunFinder([("h0", 1), ("h1", 1)], ask=lambda *way: None, clock=lambda: world.now)
     with pytest.raises(LaunchError, match=r"None of the hosts h0:1, h1:1 serves the run\. Expected one of them"):
         lonely.locate(-1.0)
+
+
+def test_a_host_with_another_secret_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    world, refusal = World(2, 3), LaunchError("it has another secret")
+    ask = world.attach(9, "h0:1", "h1:1")._ask
+
+    def asks(host: str, *way: Any) -> Any:
+        return refusal if host == "h1" else ask(host, *way)
+
+    finder = RunFinder([("h0", 1), ("h1", 1)], ask=asks, clock=lambda: world.now)
+    assert finder.find(0.0) == finder.find(0.0) == ("h0", 1)
+    assert caplog.messages == ["The host h1:1 cannot take over this worker: it has another secret"]
+    world.kill(0)
+    with pytest.raises(LaunchError, match="it has another secret"):
+        finder.find(0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
