@@ -112,11 +112,11 @@ class ExchangeConfig:
         offload: Any = False,
         gain: Any = True,
     ) -> ExchangeConfig:
-        """Check what a user gave; see the attributes. Raises a :class:`ConfigurationError` for a value out of range.
+        """Check what a user gave; see the attributes. Raises a :class:`ConfigurationError` for a wrong value.
 
         ``nsync`` is the default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None
         means ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
-        ``overlap=None`` is what the algorithm does by itself.
+        ``overlap=None`` is what the algorithm does by itself. ``gain`` needs one that applies the mean of steps.
         """
         rule = find(algorithm, scale)
         if nsync is None:

@@ -122,7 +122,7 @@ TOOLS = {
 # 80 of the core are the loggers' count of batches beside that of steps, and steps that are logged once.
 # 83 of the core are variables of another job in a shell, machines that disagree about the number of workers, and
 # errors for want of a secret at once.
-LINES = {"core": 40_890, "engines": 1_104, "tools": 10_026}
+LINES = {"core": 40_905, "engines": 1_104, "tools": 10_026}
 SLACK = 100  # lines: a total is lowered when it has fallen by so many, not with every commit
 
 

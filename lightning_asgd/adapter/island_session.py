@@ -103,10 +103,7 @@ class IslandSession(FitSession):
             super()._note_losses()
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a fit needs to resume. All processes of the island call it together.
-
-        Between two sync points the weights hold what the island fetched last, and its own steps.
-        """
+        """Add what a fit needs to resume, with the island's own steps. All of its processes call it together."""
         if checkpoint is not self.whole:
             return
         self.whole, held = None, None

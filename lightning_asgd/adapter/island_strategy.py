@@ -172,7 +172,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
-        self._sigterm = Sigterm(trainer, alone=False)
+        self._sigterm = shell.sigterm = Sigterm(trainer, alone=False)
         self._undo += self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
         heeds = heed_engine(trainer, self._sigterm.note) if self._division is None else self._division.watch()
         self._undo += (heeds,)

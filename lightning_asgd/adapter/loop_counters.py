@@ -187,10 +187,7 @@ class StepCounts:
 
 
 class BatchSchedules:
-    """The learning-rate schedules of a fit that step with batches, which Lightning must not step by its own count.
-
-    ``stepped``: batches that they have been stepped for, as counted if all workers were equally fast.
-    """
+    """A fit's schedules that step with batches: ``stepped`` times, counted as if all workers were equally fast."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -119,7 +119,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
     @contextlib.contextmanager
     def _passing_on(self) -> Iterator[None]:
         """Pass SIGTERM on to the workers, unless the program handles it."""
-        self._terminated, in_main_thread = False, threading.current_thread() is threading.main_thread()
+        self.processes, self._terminated = [], False  # an earlier launch's are no children of the forked workers
+        in_main_thread = threading.current_thread() is threading.main_thread()
         handles = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if handles:
             signal.signal(signal.SIGTERM, self._pass_on)
@@ -176,20 +177,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             self._secret.write_text(json.dumps(job_secret.variables()))
         try:
             with self._passing_on():
-                results = super().launch(function, *args, trainer=trainer, **kwargs)
-            self._report_losses()
-            return results
-        except BaseException:
-            # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
-            self.kill(signal.SIGTERM)
-            deadline = time.monotonic() + STOP_S
-            for process in self.processes:
-                process.join(max(deadline - time.monotonic(), 0))
-            self.kill(signal.SIGKILL)
-            self.strategy.has_failed_elsewhere()
-            if self._terminated:  # that the workers have ended is no failure
-                raise private_names.sigterm.imported(self.strategy.tree) from None
-            raise
+                return self._launch(function, args, trainer, kwargs)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
             if self._last is not None:
@@ -199,6 +187,26 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             overseer = supervisor.current()
             if overseer is not None:
                 overseer.rest()
+
+    def _launch(self, function: Callable[..., Any], args: Any, trainer: Any, kwargs: Any) -> Any:
+        ended = private_names.sigterm.imported(self.strategy.tree)
+        try:
+            results = super().launch(function, *args, trainer=trainer, **kwargs)
+            if self._terminated:
+                raise ended
+            self._report_losses()
+            return results
+        except BaseException as error:
+            # Ctrl-C or a failed worker: at exit this process would wait for those that still run.
+            self.kill(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_S
+            for process in self.processes:
+                process.join(max(deadline - time.monotonic(), 0))
+            self.kill(signal.SIGKILL)
+            self.strategy.has_failed_elsewhere()
+            if self._terminated and not isinstance(error, _mp.ProcessRaisedException):  # no failure
+                raise ended from None
+            raise
 
     def _report_losses(self) -> None:
         """Name the workers whose processes have failed, unless the chief knew of them when it summed up its fit."""
@@ -226,6 +234,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             os.environ["OMP_NUM_THREADS"] = "1"
         if signal.getsignal(signal.SIGTERM) == self._pass_on:  # inherited
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._terminated:
+                raise private_names.sigterm.imported(self.strategy.tree)
         _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
         if self.start_method == "forkserver":
             job_secret.take(json.loads(self._secret.read_text()))

@@ -19,6 +19,7 @@ class TrainerShell(Shell):
     """A Trainer, whose strategy trains on ``device``."""
 
     loop = "a Trainer"
+    sigterm: Any = None  # what handles it where the processes of an island end together
 
     def __init__(self, trainer: Any, device: Any) -> None:
         self._trainer = trainer
@@ -35,7 +36,7 @@ class TrainerShell(Shell):
 
     def raise_signal(self) -> None:
         """Raise what Lightning would."""
-        if private_names.sigterm_came(self._trainer):
+        if private_names.sigterm_came(self._trainer) or (self.sigterm is not None and self.sigterm.came):
             raise private_names.sigterm.imported(self._trainer.strategy.tree)
 
     def speak_as(self, rank: int) -> None:

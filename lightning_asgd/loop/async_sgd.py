@@ -132,10 +132,12 @@ class AsyncSGD(LoopControls):
             AsyncSGD._in_job = self
         self._member = member = LoopMember(self._options, self._job, shell, interruptions)
         try:
-            place = surroundings()
-            if not self._job.attaches:
+            if self._job.attaches:
+                member.join(0, 1)
+            else:
+                place = surroundings()
                 self._job.begin(place, log.info, is_main=place.rank == 0)
-            member.join(place.rank, place.world_size)
+                member.join(place.rank, place.world_size)
             mine = self._module, self._listed_optimizers, self._listed_schedulers
             session = member.begin(*mine, self._loaded, log.info, self._seed)
         except BaseException as error:

@@ -44,10 +44,7 @@ def samples_in(batch: Any) -> int:
 
 
 def tokens_in(batch: Any) -> Any:
-    """Tokens of a batch, or of the batches that it consists of: a number, or a tensor of one element.
-
-    Raises a ``ConfigurationError`` if it cannot be seen what its tokens are.
-    """
+    """Tokens of one batch or several, a number or tensor. A ``ConfigurationError`` if they cannot be seen."""
     parts = [_marked(part) for part in _mappings(batch)]
     if known := [count for count in parts if count is not None]:
         return sum(known)

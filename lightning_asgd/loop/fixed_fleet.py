@@ -60,10 +60,7 @@ def _looks(timeouts: Timeouts) -> tuple[float, float]:
 
 
 class FixedFleet(Fleet):
-    """One worker's membership in a session of a job, in which it ``fits`` or not.
-
-    Raises a :class:`LaunchError` if the servers are not there.
-    """
+    """One worker's membership in a session, which ``fits`` or not. Raises a :class:`LaunchError` without servers."""
 
     def __init__(
         self,

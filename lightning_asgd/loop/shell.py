@@ -38,7 +38,7 @@ class Shell:
 
     def raise_signal(self) -> None:
         """Raise what a signal that has come would raise after the present batch: the batch waits for a lost server."""
-        if self.interruptions is not None:
+        if self.interruptions is not None and self.interruptions.came:
             self.interruptions.raise_now()
 
     def speak_as(self, rank: int) -> None:

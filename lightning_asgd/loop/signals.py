@@ -52,6 +52,11 @@ class Interruptions:
         if again or not self.defers:
             self.raise_now()
 
+    @property
+    def came(self) -> bool:
+        """Whether a signal is kept."""
+        return self._came is not None
+
     def raise_now(self) -> None:
         """Raise the exception of a signal that has come; defer none until :attr:`defers` is set again."""
         came, self._came, self.defers = self._came, None, False

@@ -110,9 +110,7 @@ class ASGDTrainer:
     def fit(self) -> Any:
         """Train until the training function has ended. Returns Ray Train's ``Result``.
 
-        Raises:
-            ASGDError: no worker has finished.
-            LaunchError: the cluster has no room, or a server cannot start.
+        Raises a :class:`LaunchError` as :meth:`start` does, an :class:`ASGDError` if no worker has finished.
         """
         run = self.start()
         try:
@@ -124,8 +122,7 @@ class ASGDTrainer:
     def start(self) -> ASGDRun:
         """Start servers and workers, and return once the servers serve and the first workers have their places.
 
-        Raises:
-            LaunchError: the cluster has no room, or a server cannot start.
+        Raises a :class:`LaunchError` if the cluster has no room, or a server cannot start.
         """
         return ASGDRun(self._plan)
 
@@ -173,8 +170,7 @@ class ASGDRun:
     def scale(self, workers: int) -> None:
         """Change the number of workers. New ones start as the cluster has room; the newest leave first.
 
-        Raises:
-            ConfigurationError: the number is not between those of ``ScalingConfig(num_workers=(least, most))``.
+        Raises a :class:`ConfigurationError` for a number that ``ScalingConfig(num_workers=(least, most))`` excludes.
         """
         plan = self._plan
         if not plan.least <= workers <= plan.most:
@@ -196,10 +192,7 @@ class ASGDRun:
                     self._end_worker(worker)
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the run's end. Returns Ray Train's ``Result``.
-
-        Args:
-            timeout_s: seconds to wait; None for as long as it takes.
+        """Wait for the run's end, for ``timeout_s`` seconds or as long as it takes. Returns Ray Train's ``Result``.
 
         Raises:
             TimeoutError: the run has not ended by then; it continues.
@@ -317,13 +310,15 @@ class ASGDRun:
 
     def _watch(self) -> None:
         try:
-            while self._workers and not self._over:
+            while self._workers and self._has_ray:
                 with self._lock:
                     self._adjust()
                     refs = [worker.ended for worker in self._workers.values()]
                 ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
                 with self._lock:
                     self._look(ended)
+            if not self._has_ray:
+                raise ASGDError("Ray was shut down while the run trained.")
             self._result = self._collect()
         except BaseException as error:
             self._error = error
@@ -331,8 +326,13 @@ class ASGDRun:
             self._close()
             self._ended.set()
 
+    @property
+    def _has_ray(self) -> bool:
+        """Whether Ray may be called. Once it was shut down a call would start another cluster."""
+        return not self._over and ray.is_initialized()
+
     def _end_with_program(self) -> None:
-        """The program ends, and Ray with it. If it was called after its end it would start another cluster."""
+        """The program ends, and Ray with it."""
         self._over = True
         self._ended.wait(_EXIT_S)
 
@@ -415,15 +415,15 @@ class ASGDRun:
     def _close(self) -> None:
         """End every process of the run, and free its places. Ray does so itself if the program ends."""
         with self._lock:
-            program_ends, self._over = self._over, True
+            has_ray, self._over = self._has_ray, True
             actors = [worker.actor for worker in self._workers.values()] + [server.actor for server in self._servers]
             self._workers.clear()
-        for ending in () if program_ends else self._endings:
+        for ending in self._endings if has_ray else ():
             with contextlib.suppress(Exception):  # an actor that has ended gives no answer
                 ray.get(ending, timeout=_PATIENCE_S)
         if self._rendezvous is not None:
             self._rendezvous.close()
-        if program_ends:
+        if not has_ray:
             return
         atexit.unregister(self._end_with_program)
         with contextlib.suppress(Exception):  # the program may have left the cluster

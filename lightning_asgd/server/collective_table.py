@@ -192,7 +192,10 @@ class CollectiveTable:
         return others if waits and self.members.living & set(claiming) else set()
 
     def separate(self, claiming: dict[int, str]) -> list[Completion]:
-        """Fail a collective in which some wait and all others, ``claiming``, wait for data: neither would end."""
+        """Fail a collective in which some wait and all others wait for data: neither would ever end.
+
+        ``claiming`` has the epochs of these; they must be sent the same error.
+        """
         training, others = self.members.living & set(claiming), self.at_odds(claiming)
         due: list[Completion] = []
         for seq, operation in list(self._operations.items()):

@@ -122,7 +122,7 @@ class ServerState:
         self._most_workers = max(self._most_workers, members.world_size)
 
     def note_exit(self, session: str, worker: int, reason: str, process: str) -> bool:
-        """Note the end of a worker's process, whose name begins with ``process``; whether this session continues."""
+        """Note the end of a process whose name begins with ``process``; whether the session is the given one."""
         members = None if self.session is None else self.session.members
         if members is not None and process and members.other_than(worker, process):
             return False
@@ -187,7 +187,7 @@ class ServerState:
         return self.epochs.forget(message.worker, now) if message.again else []
 
     def initialise(self, session: SessionState, message: InitShard) -> bool:
-        """Lay a shard out, unless it is, with a worker's weights; returns whether exchanges can share memory."""
+        """Lay a shard out if it is not yet, and take a worker's weights; returns whether memory can be shared."""
         rules = message.algorithm, message.compression
         if not isinstance(rules[0], Algorithm) or not (rules[1] is None or isinstance(rules[1], Compression)):
             raise ProtocolError(

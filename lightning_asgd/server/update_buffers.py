@@ -52,7 +52,7 @@ class Buffers:
         return False
 
     def update(self, message: Exchange, groups: Groups, *, lasting: bool) -> tuple[Tensor, ...] | None:
-        """The update of ``groups``, in memory for the answer unless it must be ``lasting``; None if there is none."""
+        """The update of ``groups``; None if there is none. If ``lasting``, no later message changes its memory."""
         key = message.worker, message.fragment
         block = self._blocks.get(key) if message.shared else None
         if block is not None:

@@ -90,6 +90,10 @@ def local_address_towards(host: str) -> str:
             probe.connect((address, 9))  # sends nothing; it only selects a route
             return str(probe.getsockname()[0])
     except OSError as error:
+        if host in ("localhost", LOOPBACK):
+            raise LaunchError(
+                f"Cannot reach {host}: {error}. Expected the loopback interface to be up: run `ip link set lo up`."
+            ) from error
         raise LaunchError(
             f"Cannot reach {host}: {error}. Expected the name or address of the first machine. Set MASTER_ADDR to "
             "one that every machine can resolve and reach."

@@ -83,7 +83,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def host(
         cls, host: str = LOOPBACK, port: int = 0, store: Callable[[str, int, Any], EntryStore] = TorchStore.host
     ) -> Rendezvous:
-        """Host a store at this address (port 0: any free one), or find that of this process's group there."""
+        """Host a store on this address only (port 0: any free one), or find this process's own, of a group."""
         secret = os.environ.get(SECRET_ENV)
         try:
             made = cls(store(host, port, secret), secret)

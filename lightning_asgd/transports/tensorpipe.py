@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import functools
 import importlib
 import os
 import socket
@@ -63,7 +62,6 @@ _lock = threading.RLock()
 _current: Agent | None = None  # torch has one agent per process
 
 _THREADS = 8  # a server's threads for incoming messages; they take turns at the shard
-_ERROR_LEVEL = 2
 _LOOPBACKS = ("lo", "lo0")
 _DOWN_S, _LOOK_S = 600.0, 0.5  # how long to wait for a network interface that is down; how often to check it
 
@@ -110,8 +108,8 @@ class Agent:
         with _lock:
             if listens:
                 _await_network(interface)
-            _silence_torch()
             stop()
+            _log_errors_only(True)
             store: Any = _dist.HashStore()
             self._addresses = _dist.PrefixStore("addrs", store)
             self._peers = 0
@@ -172,6 +170,7 @@ def stop() -> None:
         _current = None
         if is_available() and _rpc()._is_current_rpc_agent_set():
             _rpc().shutdown(graceful=False)
+            _log_errors_only(False)
 
 
 def _after_fork() -> None:
@@ -194,13 +193,12 @@ class ConnectionBrokenError(RuntimeError):
         self.refused = refused
 
 
-@functools.cache
-def _silence_torch() -> None:
+def _log_errors_only(only: bool) -> None:
     """Have torch log errors only, unless the user has chosen: it warns of each message to a lost peer."""
     with suppress(OSError, ValueError):  # another platform, or a build that logs otherwise
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         if "TORCH_CPP_LOG_LEVEL" not in os.environ:  # which torch reads when it is imported
-            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR_LEVEL
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2 if only else 1
 
 
 def typed(error: Exception) -> Exception:

@@ -151,14 +151,18 @@ class Connection:
         return True
 
     def patiently(self, future: Future[Any], seconds: float) -> bool:
-        """Wait until a future is done. A signal that would end this worker after its batch ends a long wait."""
-        until = time.monotonic() + seconds
+        """Wait until a future is done. While servers are lost, a signal that would end this worker ends the wait.
+
+        After that no wait is longer than a few seconds, and no server is restored.
+        """
+        until = time.monotonic() + (min(seconds, _PATIENCE_S) if self.given_up else seconds)
         while not done_within(future, min(_PATIENCE_S, max(until - time.monotonic(), 0.0))):
-            if threading.current_thread() is threading.main_thread():
+            lost = self.gone or self._lost_servers
+            if lost and not self.given_up and threading.current_thread() is threading.main_thread():
                 try:
                     self.check()
                 except BaseException:
-                    self.given_up = True
+                    self.given_up, self.restorer = True, None
                     raise
             if time.monotonic() >= until:
                 return False

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from typing import Any
 
 import pytest
@@ -264,21 +265,25 @@ def test_what_one_alone_wants_is_not_kept_by_it_once_it_has_it() -> None:
     assert [(m.payload, m.answer) for _, m, _ in transport.sent] == [(None, {}), ("mine", {3: "large"})]
 
 
-def test_a_long_wait_heeds_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_lost_server_heeds_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_PATIENCE_S", 0.01)
-    connection, waits = client(Answers(None, None)).connection, []
+    connection, looks = client(Answers(None, None)).connection, []
 
     def check() -> None:
-        waits.append(1)
-        if len(waits) == 2:
-            raise KeyboardInterrupt
+        looks.append(1)
+        raise KeyboardInterrupt
 
     connection.check = check
-    assert not connection.patiently(Future(), 0.005)
-    assert not connection.given_up
+    assert not connection.patiently(Future(), 0.05)
+    assert not looks  # the servers are there, and may be slow
+    connection.gone.add(0)
     with pytest.raises(KeyboardInterrupt):
         connection.ask(0, Leave("s", 3))
-    assert connection.given_up
+    began = time.monotonic()
+    with pytest.raises(ServerLostError):  # and not what ends the worker once more
+        connection.ask(1, Leave("s", 3))
+    assert time.monotonic() - began < 5
+    assert looks == [1]
 
 
 def test_a_worker_that_has_given_up_sends_no_farewell_to_a_lost_server() -> None:

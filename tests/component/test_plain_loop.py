@@ -24,6 +24,7 @@ from lightning_asgd.algorithms import LocalSGD, WarmStart
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
 from lightning_asgd.loop.elastic_run import ElasticFleet
+from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
 from lightning_asgd.protocol import Exchange
@@ -194,6 +195,19 @@ def test_only_one_sigterm_is_ignored(
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
         with pytest.raises(raised):
             os.kill(os.getpid(), signal.Signals[f"SIG{signals[-1]}"])
+    finally:
+        interruptions.close()
+
+
+def test_a_look_for_a_signal_that_has_not_come_changes_nothing() -> None:
+    shell = Shell()
+    interruptions = shell.interruptions = Interruptions()
+    try:
+        interruptions.defers = True
+        shell.raise_signal()
+        os.kill(os.getpid(), signal.SIGINT)  # in the middle of a batch
+        with pytest.raises(KeyboardInterrupt):
+            shell.raise_signal()
     finally:
         interruptions.close()
 
