@@ -178,8 +178,7 @@ class TrainingJob:
             self.address, is_main = hosts.address, hosts.present == hosts.rank
         # Environments of others, such as Ray's, start workers on several machines and leave num_nodes at 1.
         self.spans = place.num_nodes > 1 or place.foreign
-        towards = local_address_towards(self.address[0])
-        here = towards if self.spans else LOOPBACK
+        here = local_address_towards(self.address[0]) if self.spans else LOOPBACK
         if self.spans:
             self.interface = interface_of(here)
         rank = place.rank

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -66,3 +69,16 @@ def test_what_cannot_be_reached_is_named() -> None:
         local_address_towards("no.such.name.invalid")
     with pytest.raises(LaunchError, match=r"No network interface of this machine has the address 192\.0\.2\.77"):
         interface_of("192.0.2.77")
+
+
+def test_a_job_on_a_machine_without_loopback_says_so_at_once() -> None:
+    alone = ["unshare", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make a network namespace")
+    program = (
+        "import torch; from lightning_asgd import AsyncSGD; net = torch.nn.Linear(1, 1)\n"
+        "with AsyncSGD(net, torch.optim.SGD(net.parameters(), 0.1), transport='rpc'): pass"
+    )
+    done = subprocess.run([*alone, sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "LaunchError: Cannot reach 127.0.0.1" in done.stderr
+    assert done.stderr.rstrip().endswith("Expected the loopback interface to be up: run `ip link set lo up`.")
