@@ -134,14 +134,15 @@ def got_in(ports: Collection[Port]) -> dict[Port, list[str]]:
     return {port: each for port, each in successes.items() if each}
 
 
-def look_at(folders: list[Path], found: Any) -> None:
+def look_at(places: list[Path], found: Any) -> None:
     """Tell which files another user can read or write."""
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     open_to_all = []
-    for folder in folders:
-        for root, _, files in os.walk(folder):  # goes where this user may go
+    for place in places:
+        folders = os.walk(place) if place.is_dir() else [(str(place.parent), [], [place.name])]
+        for root, _, files in folders:  # goes where this user may go
             paths = [Path(root) / name for name in files]
             if RAYS not in root:
                 open_to_all += [str(path) for path in paths if os.access(path, os.R_OK) or os.access(path, os.W_OK)]

@@ -5,8 +5,9 @@
 
 A program trains without end. Once all workers train, one of its processes gets SIGINT (a terminal's Ctrl-C reaches all
 processes of a program at once) or SIGTERM. Then the process must end within ten seconds with at most three lines, but
-for a server, which ignores Ctrl-C, and is replaced after SIGTERM. If the others train on they are stopped next, the
-same way. At the end no process may be left, and nothing in /dev/shm. Exits with 1 if one of this does not hold.
+for a server or Ray's worker, which ignores Ctrl-C, and is replaced after SIGTERM. If the others train on they are
+stopped next, the same way. At the end no process may be left, and nothing in /dev/shm. Exits with 1 if one of this does
+not hold.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ExchangeConfig:
 
         ``nsync`` is the default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None
         means ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
-        ``overlap=None`` is what the algorithm does by itself. ``gain`` needs one that applies the mean of steps.
+        ``overlap=None`` is what the algorithm does by itself. ``gain`` needs an algorithm that applies means.
         """
         rule = find(algorithm, scale)
         if nsync is None:

@@ -174,7 +174,7 @@ class FitSession(Participation):
     # ------------------------------------------------------------------ every batch
 
     def share_data(self) -> None:
-        """Have the dataloader yield what this worker is granted, if the data can be leased: as training begins."""
+        """Have the dataloader yield what this worker is granted, if the data can be leased. Called for each epoch."""
         self._choice.choose()
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()

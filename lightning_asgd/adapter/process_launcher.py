@@ -113,8 +113,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
 
     def _pass_on(self, number: int, _: Any) -> None:
         """Handle SIGTERM in the main process: the workers get it, and end after their batches."""
-        self._terminated = True
-        self.kill(number)
+        again, self._terminated = self._terminated, True
+        self.kill(signal.SIGKILL if again else number)  # a worker may hang
 
     @contextlib.contextmanager
     def _passing_on(self) -> Iterator[None]:
@@ -177,7 +177,10 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             self._secret.write_text(json.dumps(job_secret.variables()))
         try:
             with self._passing_on():
-                return self._launch(function, args, trainer, kwargs)
+                results = self._launch(function, args, trainer, kwargs)
+            if self._terminated:
+                raise private_names.sigterm.imported(self.strategy.tree)
+            return results
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
             if self._last is not None:
@@ -189,11 +192,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 overseer.rest()
 
     def _launch(self, function: Callable[..., Any], args: Any, trainer: Any, kwargs: Any) -> Any:
-        ended = private_names.sigterm.imported(self.strategy.tree)
         try:
             results = super().launch(function, *args, trainer=trainer, **kwargs)
-            if self._terminated:
-                raise ended
             self._report_losses()
             return results
         except BaseException as error:
@@ -205,7 +205,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             self.kill(signal.SIGKILL)
             self.strategy.has_failed_elsewhere()
             if self._terminated and not isinstance(error, _mp.ProcessRaisedException):  # no failure
-                raise ended from None
+                raise private_names.sigterm.imported(self.strategy.tree) from None
             raise
 
     def _report_losses(self) -> None:

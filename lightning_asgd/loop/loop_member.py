@@ -95,9 +95,8 @@ class LoopMember:
 
     def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
         """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""
-        connection = membership.client.connection
-        silent = connection.given_up or connection.gone
-        if silent or not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):
+        given_up = membership.client.connection.given_up
+        if given_up or not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):
             return False
         try:
             session.give_back()

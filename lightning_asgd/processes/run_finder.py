@@ -113,7 +113,7 @@ class RunFinder:
             if refused and not seen and not self.term:  # else the run continues without that host
                 raise next(iter(refused.values()))
             for name in refused.keys() - self._refused:
-                log.warning("The host %s cannot take over this worker: %s", name, refused[name])
+                log.warning("This worker cannot use the host %s of its run: %s", name, refused[name])
             self._refused |= refused.keys()
             serving = [entry for entry in seen.values() if self._is_next(entry) and self._withdraws(entry)]
             # A host may have been started once more after all of them had ended.

@@ -139,8 +139,7 @@ def report_metrics(metrics: dict[str, Any], checkpoint: Callable[[str], object] 
 def get_checkpoint() -> Any:
     """The latest checkpoint of this run, as a ``ray.train.Checkpoint``; None if there is none.
 
-    Raises:
-        ConfigurationError: this process is no worker of an :class:`ASGDTrainer`.
+    Raises a :class:`ConfigurationError` if this process is no worker of an :class:`ASGDTrainer`.
     """
     here = _here("lightning_asgd.ray.get_checkpoint()")
     name = ray.get(here.board.latest.remote())

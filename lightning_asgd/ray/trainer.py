@@ -179,14 +179,14 @@ class ASGDRun:
                 f"{plan.scaling.num_workers!r}) says."
             )
         with self._lock:
-            if not self._over:
+            if self._has_ray:
                 self._target, self._forgiven = workers, len(self._failures)
                 self._adjust()
 
     def stop(self) -> None:
         """End the run: every worker leaves it in good order. :meth:`result` returns what was reported until then."""
         with self._lock:
-            if not self._over:
+            if self._has_ray:
                 self._stopped = True
                 for worker in self._workers.values():
                     self._end_worker(worker)
@@ -316,7 +316,8 @@ class ASGDRun:
                     refs = [worker.ended for worker in self._workers.values()]
                 ended, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
                 with self._lock:
-                    self._look(ended)
+                    if self._has_ray:
+                        self._look(ended)
             if not self._has_ray:
                 raise ASGDError("Ray was shut down while the run trained.")
             self._result = self._collect()
@@ -328,7 +329,7 @@ class ASGDRun:
 
     @property
     def _has_ray(self) -> bool:
-        """Whether Ray may be called. Once it was shut down a call would start another cluster."""
+        """Whether Ray may be called: else that would start another cluster."""
         return not self._over and ray.is_initialized()
 
     def _end_with_program(self) -> None:

@@ -174,7 +174,7 @@ class CollectiveTable:
 
     @property
     def member_counts(self) -> tuple[int, ...]:
-        """Differ if :meth:`contribute` has changed the members: it takes from three sets, and adds to the last."""
+        """What tells, before and after :meth:`contribute`, whether it has changed the members: it moves some."""
         members = self.members
         return len(members.suspected), len(members.catching_up), len(members.fenced), len(members.left)
 
@@ -192,10 +192,7 @@ class CollectiveTable:
         return others if waits and self.members.living & set(claiming) else set()
 
     def separate(self, claiming: dict[int, str]) -> list[Completion]:
-        """Fail a collective in which some wait and all others wait for data: neither would ever end.
-
-        ``claiming`` has the epochs of these; they must be sent the same error.
-        """
+        """Fail a collective in which some wait while all others, ``claiming``, wait for data; tell these, too."""
         training, others = self.members.living & set(claiming), self.at_odds(claiming)
         due: list[Completion] = []
         for seq, operation in list(self._operations.items()):

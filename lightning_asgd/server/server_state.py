@@ -122,7 +122,7 @@ class ServerState:
         self._most_workers = max(self._most_workers, members.world_size)
 
     def note_exit(self, session: str, worker: int, reason: str, process: str) -> bool:
-        """Note the end of a process whose name begins with ``process``; whether the session is the given one."""
+        """Note that a process, whose name begins with ``process``, has ended; whether the given session continues."""
         members = None if self.session is None else self.session.members
         if members is not None and process and members.other_than(worker, process):
             return False

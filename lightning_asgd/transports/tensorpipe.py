@@ -109,7 +109,6 @@ class Agent:
             if listens:
                 _await_network(interface)
             stop()
-            _log_errors_only(True)
             store: Any = _dist.HashStore()
             self._addresses = _dist.PrefixStore("addrs", store)
             self._peers = 0
@@ -127,6 +126,7 @@ class Agent:
                 agent = rpc.TensorPipeAgent(store, name, 0, None, options, {}, [])  # None: peers may be added later
                 rpc.api._init_rpc_states(agent)
             _current = self
+            _log_errors_only(True)
             self.address = str(self._addresses.get(name).decode())
         if listens and interface not in _LOOPBACKS and _host_and_port(self.address)[0].startswith("127."):
             raise NetworkDownError(f"The network interface {interface!r} went down.")
@@ -180,6 +180,7 @@ def _after_fork() -> None:
     if inherited is not None and _rpc()._is_current_rpc_agent_set():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_rpc().api._get_current_rpc_agent()))
         _rpc()._reset_current_rpc_agent()
+        _log_errors_only(False)
 
 
 os.register_at_fork(after_in_child=_after_fork)

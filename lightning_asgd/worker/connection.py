@@ -151,22 +151,23 @@ class Connection:
         return True
 
     def patiently(self, future: Future[Any], seconds: float) -> bool:
-        """Wait until a future is done. While servers are lost, a signal that would end this worker ends the wait.
-
-        After that no wait is longer than a few seconds, and no server is restored.
-        """
+        """Wait. While servers are lost, a signal that would end this worker ends the wait, and shortens later ones."""
         until = time.monotonic() + (min(seconds, _PATIENCE_S) if self.given_up else seconds)
-        while not done_within(future, min(_PATIENCE_S, max(until - time.monotonic(), 0.0))):
-            lost = self.gone or self._lost_servers
-            if lost and not self.given_up and threading.current_thread() is threading.main_thread():
-                try:
+        try:
+            while not done_within(future, min(_PATIENCE_S, max(until - time.monotonic(), 0.0))):
+                if self._lacks_servers and threading.current_thread() is threading.main_thread():
                     self.check()
-                except BaseException:
-                    self.given_up, self.restorer = True, None
-                    raise
-            if time.monotonic() >= until:
-                return False
+                if time.monotonic() >= until:
+                    return False
+        except BaseException:  # Ctrl-C, too
+            if self._lacks_servers:
+                self.given_up, self.restorer, self.check = True, None, lambda: None
+            raise
         return True
+
+    @property
+    def _lacks_servers(self) -> bool:
+        return bool(self.gone or self._lost_servers)
 
     # ------------------------------------------------------------------ lost servers
 

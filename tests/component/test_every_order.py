@@ -52,7 +52,6 @@ from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCach
 from lightning_asgd.transports.transport import Transport
 from lightning_asgd.worker import connection as connection_module
 from lightning_asgd.worker import exchange_recovery as recovery_module
-from lightning_asgd.worker import failover_client as failover_module
 from lightning_asgd.worker import session_client as session_module
 from lightning_asgd.worker.attachment import Attachment
 from lightning_asgd.worker.collectives import Collectives
@@ -213,7 +212,7 @@ class World:
 
     def run(self, choose: Choose) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (connection_module, session_module, recovery_module, failover_module):
+            for module in (connection_module, session_module, recovery_module):
                 patch.setattr(module, "done_within", self.actors.done_within)
             for rank in range(self.plan.workers):
                 self.actors.add(str(rank), partial(self.live, rank))

@@ -362,7 +362,7 @@ def test_a_host_with_another_secret_is_named_once(caplog: pytest.LogCaptureFixtu
 
     finder = RunFinder([("h0", 1), ("h1", 1)], ask=asks, clock=lambda: world.now)
     assert finder.find(0.0) == finder.find(0.0) == ("h0", 1)
-    assert caplog.messages == ["The host h1:1 cannot take over this worker: it has another secret"]
+    assert caplog.messages == ["This worker cannot use the host h1:1 of its run: it has another secret"]
     world.kill(0)
     with pytest.raises(LaunchError, match="it has another secret"):
         finder.find(0.0)

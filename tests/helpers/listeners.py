@@ -51,8 +51,11 @@ def listening(pid: int) -> dict[int, Socket]:
 
 def sockets(process: psutil.Process) -> set[Socket]:
     """What a process listens at."""
+    files = []
     with contextlib.suppress(OSError):  # it has ended
-        files = [os.readlink(each) for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+        for each in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                files.append(os.readlink(each))
         inodes = {int(each[8:-1]) for each in files if each.startswith("socket:[")}
         return {found for inode, found in listening(process.pid).items() if inode in inodes}
     return set()

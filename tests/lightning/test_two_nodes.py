@@ -64,6 +64,7 @@ def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, t
     jobs = on_both(tmp_path, machines, PORTS[transport == "auto"], max_epochs=60, settings={"transport": transport})
     wait_until(lambda: (tmp_path / "training0").exists() or jobs[0].poll() is not None, 90, "training")
     kind = "rpc" if transport == "rpc" else "zmq"
+    assert jobs[0].poll() is None, (tmp_path / "output0").read_text()
     seen = addresses_in(jobs[0].pid)
     main = ["a job's main process", "a job's main process on several machines", "each worker"]
     further = ["each worker", "each further worker of a job on several machines"]
