@@ -38,7 +38,7 @@ def workers_of(trainer: Any) -> int:
 
 
 def batch_size_of(trainer: Any) -> int:
-    """Samples in a batch of this worker, or of its island; 0 if a loader forms no batches, or for several."""
+    """Samples per batch of this worker or island; 0 if the loader forms no batches, or there are several loaders."""
     loaders = training_loaders(trainer)
     sampler = getattr(loaders[0], "batch_sampler", None) if len(loaders) == 1 else None
     sampler = sampler.inner if isinstance(sampler, LeasedBatches) else sampler

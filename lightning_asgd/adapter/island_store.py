@@ -31,7 +31,7 @@ def offer() -> str:
 
 @contextlib.contextmanager
 def meet_in(path: str, size: int) -> Iterator[None]:
-    """Have torch make a default group of ``size`` that meets in a file; a ``LaunchError`` if it cannot be opened."""
+    """Have torch's default group of ``size`` meet in a file. Raises a ``LaunchError`` if it cannot be opened."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # stays open: torch opens the store's path whenever it reads
     except OSError as error:

@@ -187,7 +187,7 @@ class StepCounts:
 
 
 class BatchSchedules:
-    """A fit's schedules that step with batches: ``stepped`` times, counted as if all workers were equally fast."""
+    """The schedules of a fit that step with batches. They are stepped as if all workers were equally fast."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

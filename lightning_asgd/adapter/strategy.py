@@ -242,7 +242,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
             self._membership.join()
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}
         self.announce()
-        sigterm = Sigterm(trainer, alone=True)
+        sigterm = shell.sigterm = Sigterm(trainer, alone=True)
         heeds = heed_engine(trainer, sigterm.note) if self._job.attaches else defer_requeueing(trainer)
         self._undo = sigterm.undo, put_first(trainer, monitor=self.options.monitor), heeds
 

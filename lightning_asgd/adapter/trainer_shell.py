@@ -19,7 +19,7 @@ class TrainerShell(Shell):
     """A Trainer, whose strategy trains on ``device``."""
 
     loop = "a Trainer"
-    sigterm: Any = None  # what handles it where the processes of an island end together
+    sigterm: Any = None  # the handler of the signal; None before there is one
 
     def __init__(self, trainer: Any, device: Any) -> None:
         self._trainer = trainer
@@ -35,8 +35,8 @@ class TrainerShell(Shell):
         return "SIGTERM" if private_names.is_a(error, private_names.sigterm) else super().ended_by(error)
 
     def raise_signal(self) -> None:
-        """Raise what Lightning would."""
-        if private_names.sigterm_came(self._trainer) or (self.sigterm is not None and self.sigterm.came):
+        """Raise the exception that Lightning raises after a batch."""
+        if self.sigterm is not None and self.sigterm.came:
             raise private_names.sigterm.imported(self._trainer.strategy.tree)
 
     def speak_as(self, rank: int) -> None:

@@ -109,7 +109,7 @@ def _wrapped(before: str, text: str) -> list[str]:
 
 
 def _job(host: str, port: int, nodes: int | None) -> Iterator[Check]:
-    """Compare this machine with the one that hosts a job."""
+    """Compare this machine with the host of a job."""
     from lightning_asgd.transports.entry_store import CLOCK_KEY
     from lightning_asgd.transports.job_facts import FACTS_KEY, facts
     from lightning_asgd.transports.rendezvous import Rendezvous

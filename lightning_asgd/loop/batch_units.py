@@ -44,7 +44,7 @@ def samples_in(batch: Any) -> int:
 
 
 def tokens_in(batch: Any) -> Any:
-    """Tokens of one batch or several, a number or tensor. A ``ConfigurationError`` if they cannot be seen."""
+    """Tokens of one batch or of several. Raises a ``ConfigurationError`` if a batch does not show its tokens."""
     parts = [_marked(part) for part in _mappings(batch)]
     if known := [count for count in parts if count is not None]:
         return sum(known)

@@ -37,7 +37,7 @@ class Shell:
         return _SIGNALS.get(error.code, "") if isinstance(error, SystemExit) else ""
 
     def raise_signal(self) -> None:
-        """Raise what a signal that has come would raise after the present batch: the batch waits for a lost server."""
+        """Raise the exception of a pending signal. The present batch waits for lost servers, and would never end."""
         if self.interruptions is not None and self.interruptions.came:
             self.interruptions.raise_now()
 

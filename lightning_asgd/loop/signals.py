@@ -54,7 +54,7 @@ class Interruptions:
 
     @property
     def came(self) -> bool:
-        """Whether a signal is kept."""
+        """Whether a signal is pending."""
         return self._came is not None
 
     def raise_now(self) -> None:

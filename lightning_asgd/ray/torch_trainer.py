@@ -66,7 +66,7 @@ class RayASGDStrategy(ASGDStrategy):
 
     It takes the place of ``RayDDPStrategy``; ``plugins=[RayLightningEnvironment()]`` and ``prepare_trainer`` stay as
     they are. The ``TorchTrainer`` needs ``torch_config=ASGDConfig()``. Ray Train restarts all workers from a checkpoint
-    when one dies, and its reports are barriers: report as epochs end. An :class:`ASGDTrainer` has neither limit.
+    when one dies, and its reports are barriers: report when an epoch ends. :class:`ASGDTrainer` has neither limit.
     """
 
     @property

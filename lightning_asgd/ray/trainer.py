@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _PATIENCE_S = 5.0  # for the cluster, before the program is asked to wait; for processes to begin to end
 _START_S = 120.0  # at least, for servers to start once they have their place
-_EXIT_S = 5.0  # for the processes of a run to be ended, when the program ends
 _STOP_S = 30.0  # for a worker to leave the run in good order
 _END_S = 600.0  # for the other workers to end after the first one has finished the run
 _SHORT_S, _SHORT_LIVES = 60.0, 5  # a worker whose processes die so soon, so often in a row, is given up
@@ -329,13 +328,13 @@ class ASGDRun:
 
     @property
     def _has_ray(self) -> bool:
-        """Whether Ray may be called: else that would start another cluster."""
+        """Whether Ray may be called. After its end, or the program's, a call would start another cluster."""
         return not self._over and ray.is_initialized()
 
     def _end_with_program(self) -> None:
-        """The program ends, and Ray with it."""
+        """Have the run's thread call Ray no more: the program ends, and Ray shuts down."""
         self._over = True
-        self._ended.wait(_EXIT_S)
+        self._ended.wait(_PATIENCE_S)
 
     def _look(self, ended: list[Any]) -> None:
         """Take note of what has ended, and end what is not to continue."""

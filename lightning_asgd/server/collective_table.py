@@ -76,7 +76,7 @@ class CollectiveTable:
         return max(0, min(self._missed, default=self._completed) - 1)
 
     def join(self, worker: int, now: float = 0.0, process: str = "", since: int | None = None) -> None:
-        """Let a worker join or rejoin. One that was replaced takes part in what comes after number ``since``."""
+        """Let a worker join or rejoin. If it was replaced, it takes part in collectives after number ``since``."""
         returns = self.members.join(worker, now, process) or (since is not None and worker in self.members.catching_up)
         for seq in [seq for seq in self._missed if since is not None and seq <= since]:
             self._caught_up(worker, seq)
@@ -174,7 +174,7 @@ class CollectiveTable:
 
     @property
     def member_counts(self) -> tuple[int, ...]:
-        """What tells, before and after :meth:`contribute`, whether it has changed the members: it moves some."""
+        """Sizes of four sets of members. One of them differs after :meth:`contribute` if that changed the members."""
         members = self.members
         return len(members.suspected), len(members.catching_up), len(members.fenced), len(members.left)
 
@@ -192,7 +192,7 @@ class CollectiveTable:
         return others if waits and self.members.living & set(claiming) else set()
 
     def separate(self, claiming: dict[int, str]) -> list[Completion]:
-        """Fail a collective in which some wait while all others, ``claiming``, wait for data; tell these, too."""
+        """Fail a collective that some wait for while all others (``claiming``) wait for data. They get the error."""
         training, others = self.members.living & set(claiming), self.at_odds(claiming)
         due: list[Completion] = []
         for seq, operation in list(self._operations.items()):

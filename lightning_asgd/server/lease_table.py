@@ -84,7 +84,7 @@ class Leases:
     def update_members(
         self, living: Collection[int], now: float, behind: Collection[int] = (), changed: Collection[int] | None = None
     ) -> list[Completion]:
-        """Update who takes part, those catching up too; ``changed``, if given, includes all whose status differs."""
+        """Note who takes part, those catching up too. ``changed``, if given, includes all whose status has changed."""
         changed = self._living.union(living) if changed is None else changed
         changed = {number for number in changed if (number in living) != (number in self._living)}
         self._living ^= changed
@@ -127,7 +127,7 @@ class Leases:
         """Take note of what workers have reported to a lost coordinator: where shards of unknown length end."""
 
     def applied(self, number: int, units: int) -> None:
-        """Note how many units are applied, as the push arrives: at any time each is done, or granted to others."""
+        """Note how many of a worker's units are applied, when its push arrives: each is then done, not granted."""
         worker = self._workers.get(number)
         if worker is not None:
             self._apply(worker, units)

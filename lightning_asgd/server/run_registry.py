@@ -63,7 +63,7 @@ class RunRegistry:
             )
 
     def check_same_start(self, worker: int, members: Membership, *, again: bool) -> None:
-        """Raise if a waiting worker knows another run than is served; ``again``: others may have begun it again."""
+        """Raise if a worker that waited here knows another run; ``again``: others may have begun the run again."""
         if self.name and (worker in members.joined or (again and worker > members.admitted)):
             raise WorkerLostError(
                 f"Worker {worker} waited for the servers to be restarted, but other workers started run {self.name!r} "

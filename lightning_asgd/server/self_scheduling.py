@@ -35,7 +35,7 @@ class Sooner(Protocol):
     """Workers that may finish sooner than another."""
 
     def are_sooner(self, units: int, than_s: float, than: Load, factor: float) -> bool:
-        """Whether ``factor`` times their seconds for some units is less than ``than_s``, those of worker ``than``."""
+        """Whether ``factor`` times the seconds that they need for some units is less than ``than_s``, of ``than``."""
 
 
 class Others(Sooner, Protocol):
@@ -47,7 +47,7 @@ class Others(Sooner, Protocol):
         """Those that are much faster than a worker; None if there are none."""
 
     def finish_s(self, units: int, mine: Load, most_s: float) -> float:
-        """Seconds until they and another worker have trained some units; if longer, any number from ``most_s`` on."""
+        """Seconds until they and another worker have trained some units. From ``most_s`` on it need not be exact."""
 
 
 class Few:

@@ -187,7 +187,7 @@ class ServerState:
         return self.epochs.forget(message.worker, now) if message.again else []
 
     def initialise(self, session: SessionState, message: InitShard) -> bool:
-        """Lay a shard out if it is not yet, and take a worker's weights; returns whether memory can be shared."""
+        """Lay a shard out, if that was not done, with a worker's weights. Returns whether memory can be shared."""
         rules = message.algorithm, message.compression
         if not isinstance(rules[0], Algorithm) or not (rules[1] is None or isinstance(rules[1], Compression)):
             raise ProtocolError(

@@ -55,7 +55,7 @@ class ShardCopy:
         return copy.deepcopy(value)
 
     def populate(self) -> None:
-        """Have the kernel provide the memory of the copies now, without changing it: a push meanwhile is faster."""
+        """Have the kernel provide the copies' memory now. Pushes that arrive during a snapshot then take less time."""
         for made in self._copies:
             begin = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             whole = (made.data_ptr() + made.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -103,7 +103,7 @@ class StateRecovery:
         return self.phase is RecoveryPhase.COLLECTING and bool(self.offers) and self.awaited(living) <= set(self.offers)
 
     def nobody_reports(self, living: Collection[int], silence_s: float, now: float) -> bool:
-        """Whether none is left to report, for longer than it takes to notice a loss; ``silence_s``: failure timeout."""
+        """Whether no worker is left to report, and each would have by now; ``silence_s``: the failure timeout."""
         if self._asked is None:
             self._asked = now
         if self.phase is RecoveryPhase.COLLECTING and self.awaited(living):

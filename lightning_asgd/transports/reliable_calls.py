@@ -53,7 +53,7 @@ _GAPS = 1024  # in the numbers of finished calls that are remembered per caller:
 
 
 class Acknowledgements:
-    """Numbers of calls whose replies have come, to be acknowledged. No lock: its holder may wait for replies."""
+    """Calls whose replies have arrived, and must be acknowledged. Takes no lock: a holder may wait for replies."""
 
     def __init__(self) -> None:
         self._numbers: deque[int] = deque()

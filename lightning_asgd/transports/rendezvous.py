@@ -83,7 +83,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def host(
         cls, host: str = LOOPBACK, port: int = 0, store: Callable[[str, int, Any], EntryStore] = TorchStore.host
     ) -> Rendezvous:
-        """Host a store on this address only (port 0: any free one), or take one that this process hosts for torch."""
+        """Host a store at this address only; port 0 is any free one. Torch's store in this process is used again."""
         secret = os.environ.get(SECRET_ENV)
         try:
             made = cls(store(host, port, secret), secret)

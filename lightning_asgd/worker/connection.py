@@ -21,7 +21,7 @@ from lightning_asgd.transports.transport import CallTimeoutError, Transport
 __all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
 
 COORDINATOR = 0  # index of the server that coordinates
-_PATIENCE_S = 3.0  # after which a wait heeds a signal
+_PATIENCE_S = 3.0  # between two looks for a signal
 GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time
 
 
@@ -70,7 +70,7 @@ class Connection:
         self.restored = [0] * transport.num_servers  # how often each was
         self.replaced = [0] * transport.num_servers  # how often another process took its place
         self._sent: WeakKeyDictionary[Future[Any], int] = WeakKeyDictionary()  # how often, when each message was sent
-        self.check: Callable[[], None] = lambda: None  # raises what a signal that has come raises after a batch
+        self.check: Callable[[], None] = lambda: None  # raises a pending signal's exception
         self.given_up = False  # whether a signal has ended a wait
         self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
         self._lost_servers: set[int] = set()  # servers to restore
@@ -138,19 +138,19 @@ class Connection:
     def wait(self, future: Future[Any], seconds: float) -> bool:
         """Wait until a future is done; meanwhile restore lost servers, if that is possible."""
         if self.restorer is None:
-            return self.patiently(future, seconds)
+            return self.wait_interruptibly(future, seconds)
         while not future.done():
             self.attend()
             if self._being_restored and self._lost_servers - self._being_restored:
                 raise AnotherLost
             either = self._interrupt = Future()
             future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
-            if not self._lost_servers - self._being_restored and not self.patiently(either, seconds):
+            if not self._lost_servers - self._being_restored and not self.wait_interruptibly(either, seconds):
                 return future.done()
         self._interrupt = None
         return True
 
-    def patiently(self, future: Future[Any], seconds: float) -> bool:
+    def wait_interruptibly(self, future: Future[Any], seconds: float) -> bool:
         """Wait. While servers are lost, a signal that would end this worker ends the wait, and shortens later ones."""
         until = time.monotonic() + (min(seconds, _PATIENCE_S) if self.given_up else seconds)
         try:

@@ -147,7 +147,7 @@ class FailoverClient:
         Raises a :class:`ServerLostError` if a server was not replaced, :class:`AnotherLost` if another server is lost.
         """
         for awaited in [self._await(server) for server in sorted(servers)]:
-            self._connection.patiently(awaited.ready, threading.TIMEOUT_MAX)
+            self._connection.wait_interruptibly(awaited.ready, threading.TIMEOUT_MAX)
             if awaited.error is not None:
                 raise awaited.error
         try:

@@ -274,7 +274,7 @@ def test_a_wait_for_a_lost_server_heeds_a_signal(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     connection.check = check
-    assert not connection.patiently(Future(), 0.05)
+    assert not connection.wait_interruptibly(Future(), 0.05)
     assert not looks  # the servers are there, and may be slow
     connection.gone.add(0)
     with pytest.raises(KeyboardInterrupt):
