@@ -153,10 +153,7 @@ class SyncPointCodec:
         self.digest = self._name(weights)
 
     def encode(self, weights: Sequence[Tensor], held: str) -> tuple[Coded, ...]:
-        """Code the servers' weights for a worker that holds those named ``held``: nothing, a difference, or all.
-
-        The result is kept as long as the weights stay the same.
-        """
+        """Code the servers' weights for a worker that holds those named ``held``: nothing, a difference, or all."""
         values = self.take(weights)
         rest = self._difference if held == self._before else values
         return tuple(

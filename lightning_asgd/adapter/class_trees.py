@@ -239,10 +239,7 @@ def is_foreign(environment: Any) -> bool:
 
 
 def when_process_groups_are_made(tree: Tree, call: Callable[[int], None]) -> None:
-    """Have something called before one of the tree's own strategies, such as DDP, makes its process group.
-
-    It gets the number of processes.
-    """
+    """Call something with the number of processes before one of the tree's own strategies makes its group."""
     for name in ("ddp", "fsdp", "model_parallel", "deepspeed"):
         module: Any = sys.modules.get(f"{tree.package}.strategies.{name}")
         make = private_names.make_process_group.of(module)

@@ -33,10 +33,7 @@ Item = tuple[int, list[Any]]
 
 
 class CombinedData:
-    """The data of one fit, whose combined dataloaders are replaced by one while they are leased.
-
-    Units are combined batches, of the same sizes on all workers.
-    """
+    """The data of one fit, whose combined dataloaders are replaced by one while they are leased."""
 
     def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
         self._trainer, self._leases = trainer, leases
@@ -94,10 +91,7 @@ class CombinedData:
 
 
 class LeasedCombination(Replacement):
-    """Takes the place of combined dataloaders.
-
-    One dataloader makes the batches of all, with as many processes as they had together.
-    """
+    """Takes the place of combined dataloaders: one makes the batches of all, with as many processes."""
 
     _loader: DataLoader[Any] | None = None
     _batches: Any = None  # an iterator

@@ -26,10 +26,7 @@ __all__ = ["check_trainer", "check_tree"]
 
 
 def check_tree(tree: Any, warn: Callable[[str], None]) -> None:
-    """Raise one error that lists all modules, classes and signatures that a tree lacks; warn about optional ones.
-
-    Of Fabric's trees these are its own, and those of the script launcher.
-    """
+    """Raise one error that lists all modules, classes and signatures that a tree lacks; warn of optional ones."""
     names = [name for name in NAMES if name.module]
     if tree.package == tree.fabric:
         names = [name for name in names if name.path.startswith(("fabric.", script_launcher.path))]

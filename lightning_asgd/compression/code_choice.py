@@ -48,10 +48,7 @@ def expected_s(cost: CodeCost, link: LinkSpeed, values: int) -> float:
 
 
 def choose_code(costs: Sequence[CodeCost], link: LinkSpeed, values: int) -> CodeCost:
-    """Choose a code from ``costs``, which are sorted from the least lossy code to the lossiest one.
-
-    A lossier code has to save a tenth of the time.
-    """
+    """Choose from ``costs``, the least lossy code first. A lossier code has to save a tenth of the time."""
     best = costs[0]
     for cost in costs[1:]:
         if expected_s(cost, link, values) < _MOST * expected_s(best, link, values):

@@ -69,10 +69,7 @@ class Signal:
 
 
 def is_adam(optimizer: Any) -> bool:
-    """Whether its class, or a base of it, is a kind of Adam by its name.
-
-    The states do not tell: LAMB has Adam's, and steps whose length does not depend on the noise.
-    """
+    """Whether a class is a kind of Adam by its name. The states do not tell: LAMB has the same."""
     return any(re.search("adam(?!ax|od)", kind.__name__.lower()) for kind in type(optimizer).__mro__)
 
 

@@ -8,6 +8,7 @@ not be had piece by piece: their sum depends on the order, and no part of one ca
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -121,20 +122,29 @@ def _state(reports: Mapping[int, UntrainedState]) -> JointState:
         for name, part in report.statistics.items():
             if name in found and part[1].shape == chief.statistics[name][1].shape:
                 found[name].append(part)
-    means = {name: _mean_of_statistics(parts, chief.statistics[name][1]) for name, parts in found.items()}
+    joint = {n: _joint_statistic(parts, chief.statistics[n][1], chief.starts.get(n)) for n, parts in found.items()}
     names = {name for report in reports.values() for name in report.digests}
     differ = {n for n in names if len({report.digests.get(n) for report in reports.values()}) > 1}
-    return JointState(means, frozenset(differ), chief.short)
+    return JointState(joint, frozenset(differ), chief.short)
 
 
-def _mean_of_statistics(parts: Sequence[tuple[float, Tensor]], otherwise: Tensor) -> Tensor:
-    """The mean, weighted by the batches seen, of values that are finite; ``otherwise`` if there are none."""
-    used = [(seen, value) for seen, value in parts if seen > 0 and is_finite(value)]
-    if not used or all(torch.equal(value, used[0][1]) for _, value in used):
-        return used[0][1] if used else otherwise  # not rounded
+def _joint_statistic(
+    parts: Sequence[tuple[float, Tensor]], otherwise: Tensor, start: tuple[float, Tensor] | None
+) -> Tensor:
+    """The statistic of one layer that has seen the batches of all; ``otherwise`` if none has a finite part.
+
+    What the batches have added is averaged, and what they all leave of the chief's ``start`` is added.
+    """
+    used = [(seen, value) for seen, value in parts if 0 < seen < math.inf and is_finite(value)]
+    if not used:
+        return otherwise
     wide = torch.complex128 if otherwise.is_complex() else torch.float64
-    total = sum(seen * value.to(wide) for seen, value in used)
-    return torch.as_tensor(total / sum(seen for seen, _ in used)).to(otherwise.dtype)
+    batches, first = sum(seen for seen, _ in used), used[0][1]
+    alike = all(torch.equal(value, first) for _, value in used)  # then it is not rounded
+    mean = first.to(wide) if alike else sum(seen * value.to(wide) for seen, value in used) / batches
+    if start is not None and 0 <= start[0] < 1 and start[1].shape == otherwise.shape and is_finite(start[1]):
+        mean = mean + start[0] ** batches * (start[1].to(wide) - mean)
+    return torch.as_tensor(mean).to(otherwise.dtype)
 
 
 _REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {

@@ -101,15 +101,7 @@ class HostedZmqStore(EntryStore):
 
 
 class ZmqStore(EntryStore):
-    """A connection to a :class:`HostedZmqStore` of another process.
-
-    Args:
-        host: of the process, as all processes name it.
-        port: of the process.
-        secret: of the job.
-        timeout_s: seconds for a call.
-        found: the address at which it was found; empty for that of its name.
-    """
+    """A connection to a :class:`HostedZmqStore` of another process, which was ``found`` at another address or none."""
 
     def __init__(self, host: str, port: int, secret: str, timeout_s: float, found: str = "") -> None:
         self.address = host, port

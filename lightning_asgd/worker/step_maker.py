@@ -30,10 +30,7 @@ class MadeStep:
 
 
 class StepMaker:
-    """Reads the shards of one epoch: the first arguments are those of :class:`StreamReader`.
-
-    ``collate`` makes a batch of a list of samples.
-    """
+    """Reads the shards of one epoch like :class:`StreamReader`; ``collate`` makes a batch of a list of samples."""
 
     def __init__(
         self,
