@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Subset
 
 from lightning_asgd.adapter import partitioned_caches
 from lightning_asgd.data_stalls.cache import CachedDataset
+from tests.helpers.listeners import check, sockets
 from tests.lightning.models import loader, trainer
 from tests.lightning.test_data import BATCH, ONCE, SAMPLES, Numbered, Seen, Watching, strategy
 
@@ -43,6 +45,14 @@ class Cached(Watching):
         return DataLoader(Subset(data, range(SAMPLES)), BATCH, shuffle=True, num_workers=self.processes)
 
 
+class Compared(Cached):
+    """Compares where a worker listens with the table in docs/howto/security.md."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        roles = ["each worker", "one worker of each machine"]
+        check(sockets(psutil.Process()), roles, "zmq", [])
+
+
 @pytest.mark.parametrize("processes", [0, 1])
 def test_machines_keep_a_part_each_and_read_every_sample_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
@@ -51,7 +61,7 @@ def test_machines_keep_a_part_each_and_read_every_sample_once(
     monkeypatch.setattr(partitioned_caches, "host_identity", lambda: os.environ["LOCAL_RANK"])
     disk = Disk()
     run = trainer(tmp_path, strategy(transport="zmq"), max_epochs=3, val_check_interval=1.0)
-    run.fit(Cached(tmp_path, disk, processes), val_dataloaders=loader(16))
+    run.fit(Compared(tmp_path, disk, processes), val_dataloaders=loader(16))
     seen = Seen(tmp_path)
     assert [seen.of_epoch(epoch) for epoch in range(3)] == [ONCE] * 3
     # Every process compares one sample, and a loader process may end before its last batch is with the other machine.

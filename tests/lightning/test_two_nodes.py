@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import network
@@ -20,6 +21,8 @@ from tests.helpers.listeners import check_listeners, listening
 from tests.lightning import test_runs as runs
 from tests.lightning.test_processes import check_finished, start, training, wait_until
 
+STORE = "torchrun's agent, or a process where DDP has hosted it"
+RESERVE = "each further worker of a job on several machines, and each that torchrun or SLURM has started"
 PORTS = ("29555", "29559", "29557", "29558", "29556")  # in a namespace of its own every port is free
 
 REASON = network.available()
@@ -67,7 +70,7 @@ def test_lightnings_own_environment(tmp_path: Path, machines: network.Network, t
     assert jobs[0].poll() is None, (tmp_path / "output0").read_text()
     seen = addresses_in(jobs[0].pid)
     main = ["a job's main process", "a job's main process on several machines", "each worker"]
-    further = ["each worker", "each further worker of a job on several machines"]
+    further = ["each worker", RESERVE]
     check_listeners({jobs[0].pid: main, jobs[1].pid: further}, kind, *machines.addresses)
     check_finished(tmp_path, jobs)
     assert seen == expected(machines, kind)
@@ -78,7 +81,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
     jobs = [
         start(
             tmp_path,
-            "{'num_nodes': 2, 'devices': 1}",
+            "{'num_nodes': 2, 'devices': 1, 'max_epochs': 60}",
             command=[
                 *machines.prefix(node),
                 *[sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"],
@@ -88,6 +91,14 @@ def test_torchrun_on_two_nodes(tmp_path: Path, machines: network.Network) -> Non
         )
         for node in (0, 1)
     ]
+    wait_until(lambda: training(tmp_path) or jobs[0].poll() is not None, 90, "training")
+    assert jobs[0].poll() is None, (tmp_path / "output0").read_text()
+    agents = [psutil.Process(job.pid) for job in jobs]
+    check_listeners(
+        {agents[0].pid: [STORE], **{agent.children()[0].pid: ["each worker", RESERVE] for agent in agents}},
+        "rpc",
+        *machines.addresses,
+    )
     check_finished(tmp_path, jobs)
 
 
