@@ -62,6 +62,6 @@ def server_address(server: str, name: str = "server") -> tuple[str, int]:
     return host, port
 
 
-def server_addresses(servers: str) -> tuple[tuple[str, int], ...]:
+def server_addresses(servers: str, name: str = "server") -> tuple[tuple[str, int], ...]:
     """The same of several, with commas between them: ``"10.0.0.1:29400,10.0.0.2:29400"``."""
-    return tuple(server_address(each.strip()) for each in servers.split(","))
+    return tuple(server_address(each.strip(), name) for each in servers.split(","))

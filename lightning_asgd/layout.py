@@ -175,10 +175,7 @@ def _show(entry: tuple[str, tuple[int, ...], str, str]) -> str:
 
 
 def build_layout(parameters: Iterable[tuple[str, Tensor]], num_servers: int, tables: Collection[str] = ()) -> Layout:
-    """Lay out trainable parameters over servers.
-
-    ``tables`` names the matrices that are exchanged by rows. Their groups come last.
-    """
+    """Lay out trainable parameters over servers. ``tables`` are matrices exchanged by rows, whose groups come last."""
     trained = [(name, t, Role.ROWS if name in tables else Role.PARAMETER) for name, t in parameters if t.numel()]
     named = [each for each in trained if each[2] is Role.PARAMETER]
     if not trained:

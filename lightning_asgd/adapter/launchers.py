@@ -119,6 +119,12 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 "program starts, and which meet at MASTER_PORT. That is not set. Unset these variables if this script "
                 "is to start the workers. Else set MASTER_ADDR and MASTER_PORT, the same for every process."
             )
+        elif "WORLD_SIZE" in given and os.environ["WORLD_SIZE"] != str(place.world_size):
+            raise ConfigurationError(
+                f"{found}, and the Trainer has {place.world_size} workers, with devices={self.num_processes} and "
+                f"num_nodes={self.num_nodes}. Expected the same number. Unset these variables if this script is to "
+                "start the workers, or give the Trainer as many as there are processes."
+            )
         else:
             self.tree.say(f"{found}, so Lightning starts no workers here. {place.world_size} have to join.")
 

@@ -101,8 +101,5 @@ class IslandLeases:
 
 
 def part_of(samples: list[Any], number: int, count: int) -> list[Any]:
-    """The part of a batch that one of ``count`` processes trains, as a distributed sampler cuts it.
-
-    A batch with fewer samples than processes is repeated: every process takes every step.
-    """
+    """The part that one of ``count`` processes trains. A batch of fewer samples is repeated: all take every step."""
     return [samples[number % len(samples)]] if len(samples) <= number else samples[number::count]

@@ -223,16 +223,22 @@ def surroundings() -> Surroundings:
     number = rank_variables.number
     has_rank = "RANK" in os.environ
     given = has_rank or "WORLD_SIZE" in rank_variables.set_by_others()  # a Trainer's workers have no RANK
-    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1, least=1) if given else 1
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1) if given else 1
     if rank >= world_size or (world_size > 1 and not has_rank):
         raise ConfigurationError(
             f"{rank_variables.listed()}. Expected RANK below WORLD_SIZE, the number of workers. Start the processes "
             "with torchrun, set both for each process, or unset both to train alone."
         )
+    if "SLURM_STEP_ID" in os.environ and not has_rank and number("SLURM_NTASKS", 1) > 1:
+        log.warning(
+            "SLURM_NTASKS=%s is set, and RANK is not: this process trains alone, and so do the others. Set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each if they are to be one job.",
+            os.environ["SLURM_NTASKS"],
+        )
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     here = world_size if host in ("localhost", "127.0.0.1") else 1
-    each = number("LOCAL_WORLD_SIZE", here, least=1)
-    nodes = number("GROUP_WORLD_SIZE", math.ceil(world_size / each), least=1)  # torchrun's number of machines
+    each = number("LOCAL_WORLD_SIZE", here)
+    nodes = number("GROUP_WORLD_SIZE", math.ceil(world_size / each))  # torchrun's number of machines
     by_hand = not {"TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"} & set(os.environ)
     local_rank, node = number("LOCAL_RANK", rank % each), number("GROUP_RANK", rank // each)
     return Surroundings(

@@ -14,6 +14,7 @@ from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import check_units
+from lightning_asgd.processes import rank_variables
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
 from lightning_asgd.validation import whole
@@ -66,12 +67,9 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
+        rank_variables.check_variables()
         if self.server is None and self.run_id is None:  # an engine may have started this process for a run
-            server = os.environ.get(SERVER_ENV)
-            object.__setattr__(self, "server", server)
-            object.__setattr__(self, "run_id", os.environ.get(RUN_ENV))
-            if server is not None and self.transport == AUTO:
-                object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
+            self._take_from_environment()
         config = self.config
         if self.nsync is None:
             object.__setattr__(self, "nsync", "auto" if config.auto else config.npush)
@@ -92,6 +90,16 @@ class JobOptions:
         if self.server is not None or self.run_id is not None:
             self._check_attaches()
             _ = self.addresses
+
+    def _take_from_environment(self) -> None:
+        server, run_id = os.environ.get(SERVER_ENV), os.environ.get(RUN_ENV)
+        object.__setattr__(self, "server", server)
+        object.__setattr__(self, "run_id", run_id)
+        if server and run_id:
+            server_addresses(server, f"The environment has {SERVER_ENV}")
+        if server is not None and self.transport == AUTO:
+            object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
+            check_name(self.transport, f"The environment has {TRANSPORT_ENV}")
 
     def _check_attaches(self) -> None:
         """Check what was given together with ``server=`` or ``run_id=``."""

@@ -13,10 +13,7 @@ __all__ = ["restarted_nsync"]
 
 
 def restarted_nsync(steps: float, workers: int, optimizers: Sequence[Any], warn: Callable[[str], None]) -> int:
-    """Steps between two exchanges, if each worker takes ``steps``; warns of conditions that do not hold.
-
-    See :func:`~lightning_asgd.algorithms.averaging.restarted_period`.
-    """
+    """Steps between two exchanges, if each worker takes ``steps``; warns of conditions that do not hold."""
     if workers > 1 and steps < workers**3:
         warn(
             f"nsync='restarted': {workers} workers that take {steps:,.0f} steps each average after every step, since "

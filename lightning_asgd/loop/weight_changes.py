@@ -43,10 +43,7 @@ class WeightChanges:
 
 
 class ChangesBetweenBatches:
-    """Whether a program changes weights between two batches, where no other worker learns of it.
-
-    Looks only if it ``watches``. ``worker`` gives this worker's number.
-    """
+    """Whether a program changes weights between two batches, if it ``watches``: no other worker learns of that."""
 
     def __init__(self, module: Module, worker: Callable[[], int], *, watches: bool) -> None:
         self._module, self._worker = module, worker

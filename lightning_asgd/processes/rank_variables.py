@@ -24,6 +24,7 @@ __all__ = [
     "RANK_VARIABLES",
     "RENDEZVOUS_ENV",
     "address",
+    "check_variables",
     "detect",
     "keep_address",
     "launching",
@@ -46,6 +47,11 @@ OWNER_ENV = "LIGHTNING_ASGD_OWNER"
 """The note: process number, address, the variables with their values, and torchrun's number of the machine."""
 
 _VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+_COUNTS = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS"  # numbers of at least 1
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", "STANDALONE_PORT", "PL_GLOBAL_SEED", *_COUNTS),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+)
 _GROUP_RANK = "GROUP_RANK"  # torchrun sets it, and neither this package nor Lightning
 _address: str | None = None  # the address of the job's rendezvous
 _main: int | None = None  # the process that has started this worker and its servers
@@ -82,15 +88,27 @@ def set_by_others() -> set[str]:
     return {name for name, value in _present().items() if mine.get(name) != value}
 
 
-def number(name: str, otherwise: int, *, least: int = 0) -> int:
+def check_variables() -> None:
+    """Raise a :class:`ConfigurationError` that names a variable which Lightning or this package cannot read."""
+    for name in _NUMBERS:
+        number(name, 1)
+    if "TORCHELASTIC_RUN_ID" in os.environ and not {"RANK", "LOCAL_RANK"} <= set(os.environ):
+        raise ConfigurationError(
+            f"The environment has TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}, and lacks RANK or "
+            "LOCAL_RANK, which torchrun sets, too. Start the program with torchrun, or unset it."
+        )
+
+
+def number(name: str, otherwise: int) -> int:
     """A variable's value, or ``otherwise`` if it is not set. Raises a :class:`ConfigurationError` that names it."""
-    text = os.environ.get(name, str(otherwise))
+    text, least = os.environ.get(name, str(otherwise)), int(name in _COUNTS)
     with contextlib.suppress(ValueError):
         if int(text) >= least:
             return int(text)
+    by = "SLURM" if name.startswith("SLURM") else "Lightning" if name.startswith("PL_") else "torchrun"
     raise ConfigurationError(
-        f"The environment has {name}={text}. Expected a whole number of at least {least}, as torchrun sets it. Correct "
-        "or unset it."
+        f"The environment has {name}={text}. Expected a whole number of at least {least}, as {by} sets it. Correct or "
+        "unset it."
     )
 
 
@@ -128,7 +146,7 @@ def detect() -> bool:
     global _address
     launched = os.environ.pop(RENDEZVOUS_ENV, None)
     if launched is not None:
-        told = json.loads(launched)
+        told = _read(RENDEZVOUS_ENV, launched)
         _address = told["address"]
         if os.environ.get("NODE_RANK", "0") == "0":  # elsewhere the parent has started no servers
             note_main(os.getppid())
@@ -139,7 +157,7 @@ def detect() -> bool:
         return False
     if OWNER_ENV not in os.environ or _is_helper():
         return False
-    note = json.loads(os.environ.pop(OWNER_ENV))
+    note = _read(OWNER_ENV, os.environ.pop(OWNER_ENV))
     inherited = note["variables"]
     by_torchrun = os.environ.get(_GROUP_RANK) != note.get("group_rank")
     if by_torchrun or any(os.environ.get(name, value) != value for name, value in inherited.items()):
@@ -155,8 +173,17 @@ def _present() -> dict[str, str]:
 
 def _note() -> dict[str, Any]:
     """This process's own note; empty if it has none."""
-    note: dict[str, Any] = json.loads(os.environ.get(OWNER_ENV, "{}"))
+    note = _read(OWNER_ENV, os.environ.get(OWNER_ENV, '{"address": null, "variables": {}}'))
     return note if note.get("pid") == os.getpid() else {}
+
+
+def _read(name: str, text: str) -> dict[str, Any]:
+    """What this package has written to a variable."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict) and "address" in found and {"given", "variables"} & found.keys():
+            return found
+    raise ConfigurationError(f"The environment has {name}={text}, which this package has not written. Unset it.")
 
 
 def _write_note(variables: dict[str, str]) -> None:

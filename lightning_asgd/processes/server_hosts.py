@@ -115,10 +115,7 @@ class ServerHosts:
             self._own.put(f"place/{rank}", [])
 
     def enter(self, places: Mapping[int, HostAddress], chief: int) -> None:
-        """This process replaces a worker while the others train: tell them where it is.
-
-        It hosts nothing: who cannot be reached now would not follow it.
-        """
+        """This process replaces a worker while the others train: tell them where it is. It hosts nothing."""
         self.places, self.chief = dict(places), chief
         self.mine = replace(self.mine, may_host=False)
         for rank, place in self.places.items():

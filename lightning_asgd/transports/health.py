@@ -31,10 +31,7 @@ _POLL_S = 0.5
 
 
 class HealthResponder:
-    """Replies to questions with what ``report`` returns: whether all is well, and a sentence.
-
-    Raises a :class:`LaunchError` if the port is taken.
-    """
+    """Replies to questions with what ``report`` returns. Raises a :class:`LaunchError` if the port is taken."""
 
     def __init__(self, host: str, port: int, report: Callable[[], tuple[bool, str]]) -> None:
         self._report, self._closing, self._key = report, threading.Event(), _key()
@@ -73,10 +70,7 @@ class HealthResponder:
 
 
 def ask_health(host: str, port: int, timeout_s: float) -> tuple[bool, str]:
-    """What the servers of a run report: whether they answer, and a sentence.
-
-    Raises a :class:`ServerLostError` if nothing replies.
-    """
+    """What a run's servers report: all is well, and a sentence. Raises a :class:`ServerLostError` if none replies."""
     key, nonce, deadline = _key(), os.urandom(_NONCE), time.monotonic() + timeout_s
     why = f"no reply within {timeout_s:g} s"
     try:

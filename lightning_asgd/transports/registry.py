@@ -61,10 +61,7 @@ class TransportKind(ABC):
 
     @abstractmethod
     def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
-        """Connect to servers, through a network interface.
-
-        ``refused_s``: for how long their gateway may refuse connections, before they are taken for lost.
-        """
+        """Connect to servers through an interface. Their gateway may refuse connections for ``refused_s``."""
 
     @abstractmethod
     def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
@@ -137,16 +134,16 @@ class _Zmq(TransportKind):
 TRANSPORTS: dict[str, TransportKind] = {"rpc": _Rpc(), "zmq": _Zmq()}
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, given: str = "transport") -> None:
     """Raise a ``ConfigurationError`` for what is neither a transport's name nor ``"auto"``."""
     if name != AUTO:
-        kind_of(name)
+        kind_of(name, given)
 
 
-def kind_of(name: str) -> TransportKind:
-    """A transport by its name."""
+def kind_of(name: str, given: str = "transport") -> TransportKind:
+    """A transport by its name; ``given`` is where that is from, for the error."""
     if name not in TRANSPORTS:
-        raise ConfigurationError(f"transport={name!r}. Expected {', '.join(map(repr, TRANSPORTS))} or {AUTO!r}.")
+        raise ConfigurationError(f"{given}={name!r}. Expected {', '.join(map(repr, TRANSPORTS))} or {AUTO!r}.")
     return TRANSPORTS[name]
 
 

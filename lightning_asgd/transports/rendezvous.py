@@ -153,10 +153,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         self._store.close()
 
     def announce_run(self, run_id: str, transport: str, keys: list[str], *, tended: bool = False) -> None:
-        """Let workers find a run with :meth:`find_run`.
-
-        ``tended``: the host ends the run if a lost server cannot be replaced, so workers wait for it without end.
-        """
+        """Let workers find a run; if ``tended`` its host ends it where a lost server cannot be replaced."""
         self.announce_session(run_id, transport, keys)
         self.put(_TENDED, tended)
         self.put("run", run_id)
@@ -168,10 +165,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def session(
         self, session: str, transport: str, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> list[str]:
-        """Wait for a session: the keys of its servers. Raises a ``LaunchError`` if these have another transport.
-
-        ``check`` is called meanwhile, and may raise.
-        """
+        """Wait for a session's keys. Raises a ``LaunchError`` if they have another transport; ``check`` may raise."""
         used, keys = self._session(session, timeout_s, check)
         if used != transport:
             raise _final(

@@ -10,7 +10,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.class_trees import TREES
 from lightning_asgd.adapter.launchers import ScriptLauncher, surroundings_of
-from lightning_asgd.environment import RUN_ENV, SERVER_ENV
+from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.loop.async_sgd import surroundings
 from lightning_asgd.processes import rank_variables
@@ -136,6 +136,65 @@ def test_a_plain_loop_names_the_variable_that_it_cannot_use(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=said):
         surroundings()
+
+
+@pytest.mark.parametrize("name", ["RANK", "NODE_RANK", "MASTER_PORT", "WORLD_SIZE", "SLURM_NTASKS", "PL_GLOBAL_SEED"])
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5"])
+def test_a_variable_that_is_no_number_is_named_when_the_strategy_is_made(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"The environment has {name}={value}. Expected a whole number"):
+        ASGDStrategy()
+
+
+def test_a_run_of_torchrun_without_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "its")
+    with pytest.raises(ConfigurationError, match="has TORCHELASTIC_RUN_ID=its, and lacks RANK or LOCAL_RANK"):
+        ASGDStrategy()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({SERVER_ENV: "garbage"}, f"The environment has {SERVER_ENV}='garbage'. Expected \"host:port\""),
+        ({TRANSPORT_ENV: "pigeons"}, f"The environment has {TRANSPORT_ENV}='pigeons'. Expected 'rpc'"),
+    ],
+)
+def test_what_names_a_run_in_the_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in {SERVER_ENV: "127.0.0.1:29400", RUN_ENV: "run", **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=said):
+        ASGDStrategy()
+
+
+@pytest.mark.parametrize("name", [rank_variables.OWNER_ENV, rank_variables.RENDEZVOUS_ENV])
+@pytest.mark.parametrize("value", ["{", "[]", "{}"])
+def test_notes_that_this_package_has_not_written_are_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setattr(rank_variables, "_is_helper", lambda: False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=f"The environment has {name}=.*has not written. Unset it"):
+        rank_variables.detect()
+
+
+def test_another_number_of_processes_than_the_trainers_is_refused_before_anything_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"has LOCAL_RANK=0, WORLD_SIZE=1, .*and the Trainer has 2 workers"):
+        check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29500")
+
+
+def test_a_plain_loop_that_srun_starts_several_times_is_told_that_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert surroundings().world_size == 1
+    assert "SLURM_NTASKS=4 is set, and RANK is not: this process trains alone" in caplog.text
 
 
 def test_a_plain_loop_in_a_trainers_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
