@@ -261,8 +261,9 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous, s
     from lightning_asgd.errors import LaunchError
     from lightning_asgd.server.server_process import allow_many_connections
     from lightning_asgd.transports import registry
-    from lightning_asgd.transports.addresses import interface_of, joined, resolve
+    from lightning_asgd.transports.addresses import LOOPBACK, interface_of, joined, local_address_towards, resolve
 
+    local_address_towards(LOOPBACK)  # else its error would be taken for that of the port
     name, why, who = registry.choose(transport, one_machine=False)
     kind = registry.kind_of(name)
     kind.check_available()

@@ -17,7 +17,7 @@ from lightning_asgd.processes.returned_host import Moved, Signpost
 from lightning_asgd.processes.server_hosts import ServerHosts
 from lightning_asgd.server.server_process import allow_many_connections
 from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK, local_address_towards, resolve
+from lightning_asgd.transports.addresses import local_address_towards, resolve
 from lightning_asgd.transports.registry import TransportKind
 from lightning_asgd.transports.rendezvous import Rendezvous
 
@@ -110,7 +110,6 @@ def find_address(kind: TransportKind, place: Surroundings, *, is_main: bool) -> 
         host, _, port = known.rpartition(":")
         return host, int(port)
     if place.num_nodes == 1 and not place.external:
-        local_address_towards(LOOPBACK)  # raises at once if there is no way: torch's store waits for minutes
         allow_many_connections()
         rendezvous = kind.host_rendezvous()
         _hosted[rendezvous.address] = rendezvous

@@ -47,10 +47,7 @@ def program_of(world_size: int) -> str:
 
 
 class Signpost:
-    """Notes at a job's first address where the job has moved, whenever a process listens there again.
-
-    ``where`` is None while this process does not host the servers.
-    """
+    """Notes at a job's first address where the job has moved; ``where`` is None while this process hosts none."""
 
     def __init__(self, first: tuple[str, int], where: Callable[[], Moved | None]) -> None:
         self._first, self._where = first, where

@@ -21,7 +21,14 @@ from typing import Any, TypeVar
 from lightning_asgd.config import SECRET_ENV, SERVER_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.process_name import this_network
-from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, is_loopback, joined, parted
+from lightning_asgd.transports.addresses import (
+    LOOPBACK,
+    ServerAddress,
+    is_loopback,
+    joined,
+    local_address_towards,
+    parted,
+)
 from lightning_asgd.transports.entry_store import EntryStore
 from lightning_asgd.transports.job_secret import given
 from lightning_asgd.transports.torch_store import TorchStore
@@ -84,6 +91,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         cls, host: str = LOOPBACK, port: int = 0, store: Callable[[str, int, Any], EntryStore] = TorchStore.host
     ) -> Rendezvous:
         """Host a store at this address only; port 0 is any free one. Torch's store in this process is used again."""
+        local_address_towards(LOOPBACK)  # raises at once if there is no way: torch's store waits for minutes
         secret = os.environ.get(SECRET_ENV)
         try:
             made = cls(store(host, port, secret), secret)
