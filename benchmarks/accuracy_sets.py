@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -95,9 +96,43 @@ class Data:
 
     def optimizer(self, name: str, **more: Any) -> Callable[[Any], Any]:
         """What makes an optimizer of parameters."""
+        if name == "Muon":
+            shapes = [parameter.shape for parameter in self.make().parameters()]
+            return lambda parameters: Muon(parameters, self.lr["AdamW"], shapes)
         kinds = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
         options = {"momentum": 0.9, **more} if name == "SGD" else more
         return lambda parameters: kinds[name](parameters, lr=self.lr[name], **options)
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon for tensors of two dimensions or more and its AdamW for others, which lie in one flat parameter."""
+
+    def __init__(self, parameters: Any, lr: float, shapes: list[torch.Size]) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self._shapes = [shape if len(shape) == 1 else (shape[0], shape[1:].numel()) for shape in shapes]
+        parts = [nn.Parameter(piece) for piece in self._cut(self._flat.data)]
+        self._parts = parts
+        muon = torch.optim.Muon([p for p in parts if p.dim() > 1], lr, 0.0, adjust_lr_fn="match_rms_adamw")
+        self._each = [muon, torch.optim.AdamW([p for p in parts if p.dim() == 1], lr)]
+
+    @property
+    def _flat(self) -> Tensor:
+        return self.param_groups[0]["params"][0]
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        pieces = flat.split([math.prod(shape) for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """As other optimizers."""
+        for part, value, gradient in zip(
+            self._parts, self._cut(self._flat.data), self._cut(self._flat.grad), strict=True
+        ):
+            part.data, part.grad = value, gradient
+        for each in self._each:
+            each.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+            each.step()
 
 
 # ---------------------------------------------------------------------- the sets
@@ -189,7 +224,7 @@ def tabular() -> Data:
 
 
 SETS: dict[str, Callable[[], Data]] = {"fashion": fashion, "text": text, "graph": graph, "tabular": tabular}
-OPTIMIZERS = ("SGD", "Adam", "AdamW")
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Muon")
 loaded = cache(lambda name: SETS[name]())
 
 

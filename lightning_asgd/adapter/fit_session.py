@@ -412,7 +412,10 @@ class FitSession(Participation):
         return self.synchronizer.caught_up if alone else None
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a whole checkpoint what a fit needs to resume; only at sync points every worker's optimizers."""
+        """Add to a checkpoint, unless of weights only, what a fit needs to resume, and every worker's optimizers.
+
+        In the asynchronous phase the others are not asked. What is taken out on the chief is left out for all.
+        """
         if checkpoint is not self.whole:
             return
         left = left_in(checkpoint) if self._trainer.is_global_zero else set()

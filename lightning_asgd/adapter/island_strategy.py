@@ -41,7 +41,10 @@ _INSIDE = ("DDPStrategy", "ModelParallelStrategy")
 
 
 def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
-    """Have a strategy become an island's. A :class:`ConfigurationError` refuses those that are not made for it."""
+    """Have a strategy that was given ``island`` become one of a tree.
+
+    Raises a :class:`ConfigurationError` if it was given anything but one of the tree's strategies for islands.
+    """
     inside = strategy.options.island
     if inside == "ddp" or isinstance(inside, int):
         inside = tree.DDPStrategy(**{**strategy._given, "accelerator": accelerator})

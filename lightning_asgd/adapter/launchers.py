@@ -67,7 +67,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             trainer.strategy.check_trainer(trainer)
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        place = surroundings_of(environment, self.num_nodes)
+        with rank_variables.naming():
+            place = surroundings_of(environment, self.num_nodes)
         self._check(place)
         program = None
         if not place.external and self.num_processes > 1:
@@ -119,18 +120,18 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 "program starts, and which meet at MASTER_PORT. That is not set. Unset these variables if this script "
                 "is to start the workers. Else set MASTER_ADDR and MASTER_PORT, the same for every process."
             )
-        elif "WORLD_SIZE" in given and os.environ["WORLD_SIZE"] != str(place.world_size):
+        elif "WORLD_SIZE" in given and rank_variables.number("WORLD_SIZE", 1) < place.world_size:
             raise ConfigurationError(
                 f"{found}, and the Trainer has {place.world_size} workers, with devices={self.num_processes} and "
-                f"num_nodes={self.num_nodes}. Expected the same number. Unset these variables if this script is to "
-                "start the workers, or give the Trainer as many as there are processes."
+                f"num_nodes={self.num_nodes}. Expected WORLD_SIZE to be no smaller. Unset these variables if this "
+                "script is to start the workers, or give the Trainer as many as there are processes."
             )
         else:
             self.tree.say(f"{found}, so Lightning starts no workers here. {place.world_size} have to join.")
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""
-        with rank_variables.launching():
+        with rank_variables.launching(), rank_variables.naming():
             processes = self.start_scripts()
         ScriptLauncher._started = 1 + len(processes)
         watch = supervisor.ensure_watch()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from lightning_asgd.processes import rank_variables
 
 OLDEST, LATEST, BELOW = "2.5.0", "2.6.6", "2.7"
 """The oldest and latest release that these names were checked in, and the first release that is not supported."""
@@ -274,14 +275,11 @@ def keep_fetching(trainer: Any) -> None:
 
 def program_seed() -> int:
     """The seed that the program gave to ``seed_everything``, from the environment variable that Lightning documents."""
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
+    return rank_variables.number("PL_GLOBAL_SEED", 0)
 
 
 def keep_loading(trainer: Any) -> None:
-    """Have a loader with worker processes ask its sampler again, after the sampler had no batch to give.
-
-    By itself it asks only when a batch arrives. With no batch on the way it would end, and its processes with it.
-    """
+    """Have a loader with worker processes ask its sampler again: by itself it asks only when a batch arrives."""
     from lightning_asgd.streams.loader_processes import load_next  # it loads torch, which the command line does without
 
     (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))

@@ -35,6 +35,7 @@ from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.processes import rank_variables
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.whole_file import check_archive
@@ -220,6 +221,11 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
     def check_trainer(self, trainer: Any) -> None:
         """Raise if the Trainer's release of Lightning lacks a name that is used. Called before anything is started."""
         self.tree.check_trainer(trainer, leases=self.options.data == "leases")
+
+    def set_world_ranks(self) -> None:
+        """Ask the cluster environment for them."""
+        with rank_variables.naming():
+            super().set_world_ranks()
 
     def setup_distributed(self) -> None:
         """Join the session instead of a process group."""

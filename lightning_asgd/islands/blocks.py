@@ -29,7 +29,10 @@ class Block:
         return math.prod(self.shape)
 
     def runs(self, whole: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Scalars ``first`` to ``last`` as runs: each begin in the block, in the ``whole`` tensor, and its length."""
+        """Scalars ``first`` to ``last`` of the flattened block, as runs that are contiguous in the ``whole`` tensor.
+
+        Each is its beginning in the block, its beginning in the whole tensor, and its length.
+        """
         if first >= last:
             return
         partial = [d for d, n in enumerate(whole) if self.shape[d] != n]
@@ -59,7 +62,7 @@ class HeldRun:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """What one process exchanges, as a layout of its own. A shard is its runs on that server, one after the other."""
+    """What one process exchanges, as a layout of its own, in which a shard is its runs on one server."""
 
     whole: Layout
     blocks: tuple[tuple[int, ...], ...]  # the shape of the process's block of each tensor

@@ -229,11 +229,11 @@ def surroundings() -> Surroundings:
             f"{rank_variables.listed()}. Expected RANK below WORLD_SIZE, the number of workers. Start the processes "
             "with torchrun, set both for each process, or unset both to train alone."
         )
-    if "SLURM_STEP_ID" in os.environ and not has_rank and number("SLURM_NTASKS", 1) > 1:
+    if not has_rank and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         log.warning(
-            "SLURM_NTASKS=%s is set, and RANK is not: this process trains alone, and so do the others. Set RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each if they are to be one job.",
-            os.environ["SLURM_NTASKS"],
+            "SLURM_STEP_NUM_TASKS=%s is set, and RANK is not: this process trains alone, and so do the others. Set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each if they are to be one job.",
+            os.environ["SLURM_STEP_NUM_TASKS"],
         )
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     here = world_size if host in ("localhost", "127.0.0.1") else 1

@@ -14,7 +14,6 @@ from lightning_asgd.config import ExchangeConfig, Timeouts
 from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import check_units
-from lightning_asgd.processes import rank_variables
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
 from lightning_asgd.validation import whole
@@ -67,7 +66,6 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
-        rank_variables.check_variables()
         if self.server is None and self.run_id is None:  # an engine may have started this process for a run
             self._take_from_environment()
         config = self.config

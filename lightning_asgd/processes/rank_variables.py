@@ -24,12 +24,12 @@ __all__ = [
     "RANK_VARIABLES",
     "RENDEZVOUS_ENV",
     "address",
-    "check_variables",
     "detect",
     "keep_address",
     "launching",
     "listed",
     "main_process",
+    "naming",
     "note_main",
     "number",
     "owning",
@@ -48,10 +48,7 @@ OWNER_ENV = "LIGHTNING_ASGD_OWNER"
 
 _VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 _COUNTS = "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NTASKS"  # numbers of at least 1
-_NUMBERS = (
-    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", "STANDALONE_PORT", "PL_GLOBAL_SEED", *_COUNTS),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-)
+_NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "MASTER_PORT", "STANDALONE_PORT", *_COUNTS)
 _GROUP_RANK = "GROUP_RANK"  # torchrun sets it, and neither this package nor Lightning
 _address: str | None = None  # the address of the job's rendezvous
 _main: int | None = None  # the process that has started this worker and its servers
@@ -88,15 +85,21 @@ def set_by_others() -> set[str]:
     return {name for name, value in _present().items() if mine.get(name) != value}
 
 
-def check_variables() -> None:
-    """Raise a :class:`ConfigurationError` that names a variable which Lightning or this package cannot read."""
-    for name in _NUMBERS:
-        number(name, 1)
-    if "TORCHELASTIC_RUN_ID" in os.environ and not {"RANK", "LOCAL_RANK"} <= set(os.environ):
-        raise ConfigurationError(
-            f"The environment has TORCHELASTIC_RUN_ID={os.environ['TORCHELASTIC_RUN_ID']}, and lacks RANK or "
-            "LOCAL_RANK, which torchrun sets, too. Start the program with torchrun, or unset it."
-        )
+@contextlib.contextmanager
+def naming() -> Iterator[None]:
+    """Raise a :class:`ConfigurationError` that names the variable, where Lightning cannot read one in the block."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:
+        run = os.environ.get("TORCHELASTIC_RUN_ID")
+        if run is not None and error.args[0] in RANK_VARIABLES:
+            raise ConfigurationError(
+                f"The environment has TORCHELASTIC_RUN_ID={run!r}, and lacks {error.args[0]}, which torchrun sets, "
+                "too. Start the program with torchrun, or unset it."
+            ) from error
+        for name in _NUMBERS:
+            number(name, 1)
+        raise
 
 
 def number(name: str, otherwise: int) -> int:
@@ -105,10 +108,8 @@ def number(name: str, otherwise: int) -> int:
     with contextlib.suppress(ValueError):
         if int(text) >= least:
             return int(text)
-    by = "SLURM" if name.startswith("SLURM") else "Lightning" if name.startswith("PL_") else "torchrun"
     raise ConfigurationError(
-        f"The environment has {name}={text}. Expected a whole number of at least {least}, as {by} sets it. Correct or "
-        "unset it."
+        f"The environment has {name}={text!r}. Expected a whole number of at least {least}. Correct or unset it."
     )
 
 
@@ -146,7 +147,7 @@ def detect() -> bool:
     global _address
     launched = os.environ.pop(RENDEZVOUS_ENV, None)
     if launched is not None:
-        told = _read(RENDEZVOUS_ENV, launched)
+        told = _read(RENDEZVOUS_ENV, launched, "given")
         _address = told["address"]
         if os.environ.get("NODE_RANK", "0") == "0":  # elsewhere the parent has started no servers
             note_main(os.getppid())
@@ -157,7 +158,7 @@ def detect() -> bool:
         return False
     if OWNER_ENV not in os.environ or _is_helper():
         return False
-    note = _read(OWNER_ENV, os.environ.pop(OWNER_ENV))
+    note = _read(OWNER_ENV, os.environ.pop(OWNER_ENV), "variables")
     inherited = note["variables"]
     by_torchrun = os.environ.get(_GROUP_RANK) != note.get("group_rank")
     if by_torchrun or any(os.environ.get(name, value) != value for name, value in inherited.items()):
@@ -173,15 +174,15 @@ def _present() -> dict[str, str]:
 
 def _note() -> dict[str, Any]:
     """This process's own note; empty if it has none."""
-    note = _read(OWNER_ENV, os.environ.get(OWNER_ENV, '{"address": null, "variables": {}}'))
+    note = _read(OWNER_ENV, os.environ.get(OWNER_ENV, '{"address": null, "variables": {}}'), "variables")
     return note if note.get("pid") == os.getpid() else {}
 
 
-def _read(name: str, text: str) -> dict[str, Any]:
-    """What this package has written to a variable."""
+def _read(name: str, text: str, entry: str) -> dict[str, Any]:
+    """What this package has written to a variable, with an ``entry`` beside the address."""
     with contextlib.suppress(ValueError):
         found = json.loads(text)
-        if isinstance(found, dict) and "address" in found and {"given", "variables"} & found.keys():
+        if isinstance(found, dict) and {"address", entry} <= found.keys():
             return found
     raise ConfigurationError(f"The environment has {name}={text}, which this package has not written. Unset it.")
 

@@ -8,7 +8,6 @@ not be had piece by piece: their sum depends on the order, and no part of one ca
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +48,7 @@ def metrics_in(reports: Mapping[int, Any]) -> dict[int, WorkerMetrics]:
     return {rank: figures for rank, figures in found.items() if isinstance(figures, WorkerMetrics)}
 
 
+_MANY = 1e18  # batches: more are no number of batches
 _OF_TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda parts: parts.sum(0) / len(parts),
     "sum": lambda parts: parts.sum(0),
@@ -122,29 +122,23 @@ def _state(reports: Mapping[int, UntrainedState]) -> JointState:
         for name, part in report.statistics.items():
             if name in found and part[1].shape == chief.statistics[name][1].shape:
                 found[name].append(part)
-    joint = {n: _joint_statistic(parts, chief.statistics[n][1], chief.starts.get(n)) for n, parts in found.items()}
+    means = {name: _mean_of_statistics(parts, chief.statistics[name][1]) for name, parts in found.items()}
     names = {name for report in reports.values() for name in report.digests}
     differ = {n for n in names if len({report.digests.get(n) for report in reports.values()}) > 1}
-    return JointState(joint, frozenset(differ), chief.short)
+    return JointState(means, frozenset(differ), chief.short)
 
 
-def _joint_statistic(
-    parts: Sequence[tuple[float, Tensor]], otherwise: Tensor, start: tuple[float, Tensor] | None
-) -> Tensor:
-    """The statistic of one layer that has seen the batches of all; ``otherwise`` if none has a finite part.
+def _mean_of_statistics(parts: Sequence[tuple[float, Tensor]], otherwise: Tensor) -> Tensor:
+    """The mean of values that are finite, weighted by the squares of the batches seen; ``otherwise`` if there are none.
 
-    What the batches have added is averaged, and what they all leave of the chief's ``start`` is added.
+    Once for the samples, and once for their age: a slow worker's few batches leave much of the old values.
     """
-    used = [(seen, value) for seen, value in parts if 0 < seen < math.inf and is_finite(value)]
-    if not used:
-        return otherwise
+    used = [(seen * seen, value) for seen, value in parts if 0 < seen < _MANY and is_finite(value)]
+    if not used or all(torch.equal(value, used[0][1]) for _, value in used):
+        return used[0][1] if used else otherwise  # not rounded
     wide = torch.complex128 if otherwise.is_complex() else torch.float64
-    batches, first = sum(seen for seen, _ in used), used[0][1]
-    alike = all(torch.equal(value, first) for _, value in used)  # then it is not rounded
-    mean = first.to(wide) if alike else sum(seen * value.to(wide) for seen, value in used) / batches
-    if start is not None and 0 <= start[0] < 1 and start[1].shape == otherwise.shape and is_finite(start[1]):
-        mean = mean + start[0] ** batches * (start[1].to(wide) - mean)
-    return torch.as_tensor(mean).to(otherwise.dtype)
+    total = sum(weight * value.to(wide) for weight, value in used)
+    return torch.as_tensor(total / sum(weight for weight, _ in used)).to(otherwise.dtype)
 
 
 _REDUCTIONS: dict[str, Callable[[Mapping[int, Any]], Any]] = {

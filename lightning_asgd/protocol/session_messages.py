@@ -37,7 +37,7 @@ FIRST_ORDER = "order of "
 
 _EPOCHS = 4  # whose openers are known: workers are in the same one, or in the one before
 
-PROTOCOL = 36
+PROTOCOL = 35
 """Version of these messages. A server rejects a worker with another version."""
 
 

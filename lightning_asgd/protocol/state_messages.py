@@ -14,19 +14,16 @@ __all__ = ["JointState", "UntrainedState"]
 class UntrainedState:
     """What a worker reports at a sync point of its buffers and frozen parameters."""
 
-    # Of the normalisation layers' statistics: how many batches they have seen since the last sync point, and the values
-    # without what is left in them from before.
+    # Of the normalisation layers' statistics: how many batches they have seen since the last sync point, and values.
     statistics: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
     digests: dict[str, bytes] = field(default_factory=dict)  # of what is long, and is sent only where workers differ
     short: Any = None  # the chief's other tensors by name, or `Pickled`; None from the others
-    # The chief's statistics at the last sync point, and the part of them that a batch leaves.
-    starts: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class JointState:
     """What these reports come to."""
 
-    statistics: dict[str, Tensor]  # as of one layer that has seen all batches
+    statistics: dict[str, Tensor]  # their means
     differing: frozenset[str]  # names of long tensors that are not the same on all workers
     short: Any  # the chief's; None if it did not report

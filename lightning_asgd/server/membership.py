@@ -35,6 +35,7 @@ class Membership:
     """The workers of one session, each of them one process. ``world_size`` is 0 in an elastic run.
 
     Servers other than 0 (``index``) use a shorter failure timeout, so that they take no push which it would reject.
+    The reason in ``left`` is empty for an orderly end.
     """
 
     session: str
@@ -313,8 +314,8 @@ class Membership:
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
 
-        ``holding``: of an elastic run, those that hold weights; ``admitted``: the highest number known to be given.
-        Until :meth:`end_recovery` workers have more time than usual: one that is busy may hold the newest state.
+        ``holding`` names, in an elastic run, the workers that hold weights; ``admitted`` is the highest number known to
+        be given. Until :meth:`end_recovery` workers have more time than usual: a busy one may hold the newest state.
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)

@@ -17,7 +17,7 @@ from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import JointState, UntrainedState
 from lightning_asgd.protocol.reductions import reduce
 from lightning_asgd.validation import at_least, whole
-from lightning_asgd.worker.running_statistics import Interval
+from lightning_asgd.worker.untrained_state import is_statistic
 
 __all__ = ["ModuleProblem", "Problem", "Quadratic"]
 
@@ -129,9 +129,9 @@ class Quadratic(Problem):
 class ModuleProblem(Problem):
     """Any module, whose parameters are one flat vector here. Its frozen parameters stay as they are.
 
-    Each worker has buffers of its own, which are shared at sync points as in a real run: running statistics become
-    those of one layer that has seen all batches, the others are the first worker's. The loss is reported in evaluation
-    mode, with what a sync point would make of the buffers.
+    Each worker has buffers of its own, which are shared at sync points as in a real run: running statistics are
+    averaged, the others are the first worker's. The loss is reported in evaluation mode, with what a sync point would
+    make of the buffers.
 
     Args:
         module: on the CPU; its trainable parameters are of one dtype. It is not changed.
@@ -165,9 +165,7 @@ class ModuleProblem(Problem):
         self._shapes = {n: tuple(p.shape) for n, p in parameters.items()}
         self._sizes = [p.numel() for p in parameters.values()]
         self._buffers: dict[int, dict[str, Tensor]] = {}  # of each worker that has taken a step
-        self._intervals: dict[int, Interval] = {}
-        self._steps: Counter[int] = Counter()  # of each since the last sync point
-        self._latest = _copies(dict(module.named_buffers()))  # of the last sync point
+        self._seen: Counter[int] = Counter()  # batches of each since the last sync point
 
     def start(self) -> Tensor:
         """See :class:`Problem`."""
@@ -183,8 +181,8 @@ class ModuleProblem(Problem):
         with torch.enable_grad():
             leaf = weights.detach().requires_grad_()
             if worker not in self._buffers:
-                self._take(worker)
-            self._steps[worker] += 1
+                self._buffers[worker] = {name: b.clone() for name, b in self._module.named_buffers()}
+            self._seen[worker] += 1
             loss = self._loss_of(leaf, self._buffers[worker], *self._batches(worker, generator))
             (gradient,) = torch.autograd.grad(loss, leaf)
         return float(loss.detach()), gradient
@@ -202,34 +200,27 @@ class ModuleProblem(Problem):
 
     def synchronise(self, workers: Collection[int]) -> None:
         """See :class:`Problem`."""
-        self._latest = _copies(self._shared(workers))
+        for worker, buffers in self._buffers.items():
+            if worker in workers:
+                buffers.update({name: value.clone() for name, value in self._shared(workers).items()})
         for worker in workers:
-            self._take(worker)
-
-    def _take(self, worker: int) -> None:
-        """Have a worker continue with the buffers of the last sync point."""
-        self._buffers[worker], self._steps[worker] = _copies(self._latest), 0
-        self._intervals[worker] = Interval(self._module, self._buffers[worker], 0)
+            self._seen[worker] = 0
 
     def _shared(self, workers: Collection[int]) -> dict[str, Tensor]:
         """What these workers' buffers come to."""
         found = {worker: self._buffers[worker] for worker in sorted(workers) if worker in self._buffers}
         if not found:
-            return self._latest
-        parts = {
-            worker: self._intervals[worker].parts(buffers, self._steps[worker]) for worker, buffers in found.items()
+            return dict(self._module.named_buffers())
+        chief = next(iter(found.values()))
+        statistics = [name for name, buffer in chief.items() if is_statistic(name, buffer)]
+        reports = {
+            worker: UntrainedState({n: (float(self._seen[worker]), buffers[n]) for n in statistics}, {}, {})
+            for worker, buffers in found.items()
         }
-        chief, buffers = next(iter(found.items()))
-        reports = {worker: UntrainedState(part) for worker, part in parts.items()}
-        reports[chief] = UntrainedState(parts[chief], short={}, starts=self._intervals[chief].starts(buffers))
-        joint: JointState = reduce("state", reports).value
-        return {**buffers, **joint.statistics}
+        means: JointState = reduce("state", reports).value
+        return {**chief, **means.statistics}
 
     def _loss_of(self, weights: Tensor, buffers: Mapping[str, Tensor], inputs: Any, target: Any) -> Tensor:
         pieces = torch.split(weights, self._sizes)
         state = {n: p.view(shape) for (n, shape), p in zip(self._shapes.items(), pieces, strict=True)}
         return self._loss(functional_call(self._module, state | dict(buffers), (inputs,)), target)  # which writes there
-
-
-def _copies(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in buffers.items()}

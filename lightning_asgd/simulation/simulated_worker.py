@@ -100,7 +100,7 @@ def _pieces(numel: int, number: int, num_servers: int) -> Mapping[str, tuple[int
 class SimulatedWorker:
     """One worker, which exists in virtual time. ``crashed`` and ``ended_s`` are set from outside.
 
-    ``epochs_s`` are the times at which its epochs' sync points were over, ``meeting_s`` is what it waited at them.
+    ``epochs_s`` are the times at which its epochs' sync points were over, ``meeting_s`` the seconds it waited there.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class HostedZmqStore(EntryStore):
 
 
 class ZmqStore(EntryStore):
-    """A connection to a :class:`HostedZmqStore` of another process, which was ``found`` at another address or none."""
+    """A connection to a :class:`HostedZmqStore`; ``found`` is the address at which it was found, if not its name's."""
 
     def __init__(self, host: str, port: int, secret: str, timeout_s: float, found: str = "") -> None:
         self.address = host, port

@@ -32,7 +32,10 @@ _TIMINGS = 3
 
 
 def measured_code(connection: Connection, layout: Layout) -> Compression | None:
-    """The code with which exchanges over the slowest of the links take the least time. Logs it, and why."""
+    """The code with which exchanges of this layout take the least time. Logs it, and why.
+
+    All servers count as behind the slowest link that is measured, since a worker sends to them at the same time.
+    """
     machines = _other_machines(connection)
     if not machines:
         log.info("compression='auto' on worker %d: no code, since all servers are on its machine.", connection.worker)

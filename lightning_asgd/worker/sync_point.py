@@ -24,8 +24,9 @@ def synchronize(
 ) -> JointReport:
     """Wait for all living workers; if any has trained, give them the servers' weights, the same bits everywhere.
 
-    All call it after pushing what they trained; ``all_have_pushed``: this worker knows that the others have, too. With
-    ``always`` weights are fetched anyway. Raises a :class:`CollectiveTimeoutError` that names a missing worker.
+    All workers call this after pushing what they trained; ``all_have_pushed`` says that this worker knows that the
+    others have, too. With ``always`` weights are fetched even if no worker has trained. Returns what the reports come
+    to. Raises a :class:`CollectiveTimeoutError` that names a missing worker.
     """
     restored = list(client.connection.restored)
     if all_have_pushed and mine.moved and synchronizer.final_once_pushed:

@@ -1,8 +1,8 @@
 """How workers share what a module keeps beside its trained parameters: its buffers, and frozen parameters.
 
 At sync points all workers take the chief's, whatever their shapes and values; between them each worker's are its own.
-Statistics of batch norm and its kin are the exception: they become those of one layer that has seen the batches of all
-workers since the last sync point (``running_statistics.py``).
+Statistics of batch norm and its kin are the exception: they are averaged as values, weighted by the squares of the
+batches that each worker has seen since the last sync point, so that they remain statistics.
 """
 
 from __future__ import annotations
@@ -25,15 +25,21 @@ from lightning_asgd.worker.module_state import (
     persistent_buffers,
     take_values,
 )
-from lightning_asgd.worker.running_statistics import Interval, is_statistic
 from lightning_asgd.worker.session_client import pickled, unpickled
 
-__all__ = ["UntrainedTensors"]
+__all__ = ["UntrainedTensors", "is_statistic"]
 
 log = logging.getLogger(__name__)
 
+_STATISTICS = ("running_mean", "running_var")  # as torch's normalisation layers and those of other libraries call them
+_COUNTER = "num_batches_tracked"
 _SHORT = 1 << 16  # bytes of a buffer that is sent without a look at whether workers differ
 _LOOKED_AT = 16  # values of a frozen parameter: a program that changes it changes all of them
+
+
+def is_statistic(name: str, buffer: Tensor) -> bool:
+    """Whether a buffer is a running mean or variance, by the names of batch norm's and its kin's in all libraries."""
+    return name.rpartition(".")[2] in _STATISTICS and (buffer.is_floating_point() or buffer.is_complex())
 
 
 class UntrainedTensors:
@@ -42,28 +48,27 @@ class UntrainedTensors:
     def __init__(self, module: Module, trained: Callable[[], Collection[str]]) -> None:
         self._module, self._trained = module, trained
         self._warned: set[str] = set()
-        self._interval: Interval | None = Interval(module, persistent_buffers(module), 0)
+        self.begin_interval(0)
 
     def begin_interval(self, steps: int) -> None:
-        """Training continues, after ``steps``: from now on batches count for the statistics."""
-        self._interval = Interval(self._module, persistent_buffers(self._module), steps)
+        """Training continues: note how many batches the statistics have seen, and how many ``steps`` were taken."""
+        self._steps, self._seen = steps, self._counts()
 
     def share(self, collectives: Collectives, steps: int) -> None:
         """Share them; all workers call it together, at a sync point. ``steps`` have been taken."""
         if not collectives.real:
             return
-        buffers = persistent_buffers(self._module)
-        interval = self._interval or Interval(self._module, buffers, steps)
-        parts = interval.parts(buffers, steps)
+        buffers, counts = persistent_buffers(self._module), self._counts()
+        statistics = {name: buffer for name, buffer in buffers.items() if is_statistic(name, buffer)}
+        parts = {n: (self._batches_seen(n, counts, steps), on_cpu(buffer)) for n, buffer in statistics.items()}
         self._warn_of_nonfinite(parts, collectives.rank)
-        others = {name: buffer for name, buffer in buffers.items() if name not in parts}
+        others = {name: buffer for name, buffer in buffers.items() if name not in statistics}
         short = {name: buffer for name, buffer in others.items() if _size(buffer) <= _SHORT}
         digests = {name: digest_of({"": buffer})[:16] for name, buffer in others.items() if name not in short}
         digests |= {name: digest_of({"": _sample(parameter)})[:16] for name, parameter in self._frozen().items()}
         while True:
-            report = UntrainedState(parts, digests)
-            if collectives.rank == collectives.chief:
-                report = UntrainedState(parts, digests, _packed(short), interval.starts(buffers))
+            mine = _packed(short) if collectives.rank == collectives.chief else None
+            report = UntrainedState(parts, digests, mine)
             met: JointState = collectives.reduced("all_reduce", "buffers", report, "state").value
             if met.short is not None:  # else the chief has died, and all know the next one
                 break
@@ -74,7 +79,7 @@ class UntrainedTensors:
             named = named_state(self._module)
             mine = {name: on_cpu(named[name]) for name in met.differing if name in named}
             self.take(collectives.broadcast_of_chief(mine, "long buffers"))
-        self._interval = None
+        self.begin_interval(steps)
 
     def values(self) -> dict[str, Tensor]:
         """Copies of the persistent buffers, on the CPU, for workers that join later."""
@@ -95,11 +100,27 @@ class UntrainedTensors:
         frozen = {name: p for name, p in self._module.named_parameters() if name not in trained}
         return {name: p for name, p in frozen.items() if not hasattr(p, "placements")}
 
+    def _counts(self) -> dict[str, float]:
+        """How many batches each layer with a counter has seen, by the layer's name."""
+        found = {n: b for n, b in persistent_buffers(self._module).items() if n.rpartition(".")[2] == _COUNTER}
+        flat = {name.rpartition(".")[0]: b.detach().reshape(-1)[:1] for name, b in found.items() if b.numel()}
+        if not flat:
+            return {}
+        device = next(iter(flat.values())).device  # layers may be on several; it is read once
+        return dict(zip(flat, torch.cat([counter.to(device) for counter in flat.values()]).tolist(), strict=True))
+
+    def _batches_seen(self, name: str, counts: Mapping[str, float], steps: int) -> float:
+        """The batches since the last sync point: by the layer's own counter, or else by the steps."""
+        layer = name.rpartition(".")[0]
+        if layer in counts:
+            return max(0.0, counts[layer] - self._seen.get(layer, 0.0))
+        return float(max(0, steps - self._steps))
+
     def _warn_of_nonfinite(self, parts: Mapping[str, tuple[float, Tensor]], rank: int) -> None:
         if broken := self._not_warned_of(name for name, (_, value) in parts.items() if not is_finite(value)):
             log.warning(
-                "The statistics %s of worker %d hold NaN or infinity, so those of the other workers are used. Look at "
-                "its data.",
+                "The statistics %s of worker %d hold NaN or infinity, so they are left out of the mean of all "
+                "workers. Look at its data.",
                 ", ".join(broken),
                 rank,
             )

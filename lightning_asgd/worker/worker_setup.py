@@ -76,8 +76,8 @@ def set_up(
 ) -> Synchronizer:
     """Lay the module out over the servers, fill them with the first worker's weights, and take these, in place.
 
-    All workers call it together. Raises a :class:`ConfigurationError` without parameters or a shape, and a
-    :class:`LayoutMismatchError` that names the first parameter in which modules differ.
+    All workers call it together. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or one
+    without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
     """
     start, training = start or Start(), training or Training()
     check_shapes(module)

@@ -218,8 +218,8 @@ class Normalised:
 @case(
     GROUP,
     "batch norm",
-    note="At sync points the running statistics become those of one layer that has seen the batches of all workers; "
-    "DDP keeps those of worker 0.",
+    note="At sync points the running statistics are averaged over the workers, weighted by the squares of the batches "
+    "that each has seen; DDP keeps those of worker 0.",
 )
 def batch_norm(lab: Lab) -> Any:
     module = lab.regression(Normalised)
@@ -231,7 +231,7 @@ def batch_norm(lab: Lab) -> Any:
     GROUP,
     "`sync_batchnorm=True`",
     note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
-    "workers. Each normalises by its own batches. Statistics are joined at sync points. DDP runs it on GPUs only.",
+    "workers. Each normalises by its own batches. Statistics are averaged at sync points. DDP runs it on GPUs only.",
     differs=("layers",),
     ddp=False,
 )

@@ -88,7 +88,8 @@ def roles_of(process: psutil.Process) -> list[str]:
 def check(seen: set[Socket], roles: Collection[str], transport: str, addresses: Collection[str]) -> None:
     """Compare the sockets of a process with the table."""
     everywhere = {"::"} if any("all interfaces" in row["what"] for row in table() if row["in"] in roles) else set()
-    near = {*addresses, *everywhere, *(ip for _, ip, _ in seen if ipaddress.ip_address(ip).is_loopback)}
-    assert {ip for _, ip, _ in seen} <= near, f"{roles}: {seen}"
+    found = {ip for _, ip, _ in seen}
+    near = {*addresses, *everywhere, *(ip for ip in found if ipaddress.ip_address(ip).is_loopback)}
+    assert everywhere <= found <= near, f"{roles}: {seen}"
     told = expected(roles, transport)
     assert sorted(kind for kind, *_ in seen) == told, f"{roles} with {transport}: {seen}, the page says {told}"

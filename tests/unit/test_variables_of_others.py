@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from pytorch_lightning import Trainer
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_asgd import ASGDStrategy
@@ -17,7 +18,8 @@ from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports.rendezvous import Rendezvous
 
-NAMES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", rank_variables.OWNER_ENV, SERVER_ENV, RUN_ENV)
+OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+NAMES = (*RANK_VARIABLES, *OTHERS, rank_variables.OWNER_ENV, SERVER_ENV, RUN_ENV)
 
 
 @pytest.fixture(autouse=True)
@@ -121,9 +123,9 @@ def test_a_run_that_is_not_there_is_reported_with_the_variable_that_names_it(mon
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "one"}, "The environment has RANK=one. Expected a whole number of at least 0"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "has WORLD_SIZE=0. Expected a whole number of at least 1"),
-        ({"RANK": "0", "LOCAL_RANK": ""}, "has LOCAL_RANK=. Expected"),
+        ({"RANK": "one"}, "The environment has RANK='one'. Expected a whole number of at least 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "has WORLD_SIZE='0'. Expected a whole number of at least 1"),
+        ({"RANK": "0", "LOCAL_RANK": ""}, "has LOCAL_RANK=''. Expected"),
         ({"RANK": "1"}, "has RANK=1. Expected RANK below WORLD_SIZE"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "has RANK=2, WORLD_SIZE=2. Expected RANK below WORLD_SIZE"),
         ({"WORLD_SIZE": "4"}, "has WORLD_SIZE=4. Expected RANK below WORLD_SIZE"),
@@ -138,20 +140,28 @@ def test_a_plain_loop_names_the_variable_that_it_cannot_use(
         surroundings()
 
 
-@pytest.mark.parametrize("name", ["RANK", "NODE_RANK", "MASTER_PORT", "WORLD_SIZE", "SLURM_NTASKS", "PL_GLOBAL_SEED"])
-@pytest.mark.parametrize("value", ["", "x", "-1", "1.5"])
-def test_a_variable_that_is_no_number_is_named_when_the_strategy_is_made(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+@pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "x", "1.5"])
+def test_a_variable_that_lightning_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match=f"The environment has {name}={value}. Expected a whole number"):
-        ASGDStrategy()
+    with pytest.raises(ConfigurationError, match=f"The environment has {name}='{value}'. Expected a whole number"):
+        Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_LOCALID", "STANDALONE_PORT", "MASTER_PORT", "PL_GLOBAL_SEED"])
+def test_a_variable_that_nothing_reads_may_hold_anything(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "tcp://10.0.0.1:23456")  # as Kubernetes sets for a service of that name
+    Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False)
+    if name != "WORLD_SIZE":
+        assert surroundings().world_size == 1
 
 
 def test_a_run_of_torchrun_without_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "its")
-    with pytest.raises(ConfigurationError, match="has TORCHELASTIC_RUN_ID=its, and lacks RANK or LOCAL_RANK"):
-        ASGDStrategy()
+    with pytest.raises(ConfigurationError, match="has TORCHELASTIC_RUN_ID='its', and lacks LOCAL_RANK"):
+        Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False)
+    lightning = LightningEnvironment()  # which does not look at it
+    Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False, plugins=[lightning])
 
 
 @pytest.mark.parametrize(
@@ -171,7 +181,7 @@ def test_what_names_a_run_in_the_environment_is_named(
 
 
 @pytest.mark.parametrize("name", [rank_variables.OWNER_ENV, rank_variables.RENDEZVOUS_ENV])
-@pytest.mark.parametrize("value", ["{", "[]", "{}"])
+@pytest.mark.parametrize("value", ["{", "[]", "{}", '{"address": null}'])
 def test_notes_that_this_package_has_not_written_are_named(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
@@ -181,9 +191,11 @@ def test_notes_that_this_package_has_not_written_are_named(
         rank_variables.detect()
 
 
-def test_another_number_of_processes_than_the_trainers_is_refused_before_anything_waits(
+def test_fewer_processes_than_the_trainers_workers_are_refused_before_anything_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE=" 2", MASTER_PORT="29500")
+    check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE="4", MASTER_PORT="29500")  # a Trainer on the first ranks only
     with pytest.raises(ConfigurationError, match=r"has LOCAL_RANK=0, WORLD_SIZE=1, .*and the Trainer has 2 workers"):
         check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29500")
 
@@ -191,10 +203,13 @@ def test_another_number_of_processes_than_the_trainers_is_refused_before_anythin
 def test_a_plain_loop_that_srun_starts_several_times_is_told_that_it_is_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}.items():
+    for name, value in {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"}.items():  # salloc's shell
         monkeypatch.setenv(name, value)
     assert surroundings().world_size == 1
-    assert "SLURM_NTASKS=4 is set, and RANK is not: this process trains alone" in caplog.text
+    assert not caplog.text
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert surroundings().world_size == 1
+    assert "SLURM_STEP_NUM_TASKS=4 is set, and RANK is not: this process trains alone" in caplog.text
 
 
 def test_a_plain_loop_in_a_trainers_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
