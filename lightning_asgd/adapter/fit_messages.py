@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
-_ADAPTIVE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam")
+_WITHOUT_GAIN = ("Adamax", "Muon")  # their states do not show the noise of the gradients
 _MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
 _SELDOM = 5  # steps between two exchanges from which that many workers learn more slowly with SGD
 
@@ -123,11 +124,12 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
     """What to do where workers' updates learn more slowly than DDP with the same settings, or move the weights too far.
 
     Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
-    The gain makes up for that, but not with Adamax, whose states do not show the noise. The other cause is the age of
-    the weights: `make sets`, and the same with ``nsync=2``.
+    Muon's steps have a size of their own, too. The gain makes up for that where the states show the noise. The other
+    cause is the age of the weights: `make sets`, and the same with ``nsync=2``.
     """
     algorithm = config.algorithm
-    names = [type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, _ADAPTIVE)]
+    bases = [[base.__name__ for base in type(optimizer).__mro__] for optimizer in optimizers]
+    names = [name for each in bases for name in [b for b in each if b in _ADAPTIVE + _WITHOUT_GAIN][:1]]
     plain = any(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
     if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and plain and not names:
         return (
@@ -136,7 +138,7 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
         )
     if workers < _MANY or not isinstance(algorithm, ASGD) or algorithm.scale != "mean":
         return None
-    short = [name for name in names if not config.gain or name == torch.optim.Adamax.__name__]
+    short = [name for name in names if not config.gain or name in _WITHOUT_GAIN]
     if short:
         root = math.sqrt(workers)
         return (
