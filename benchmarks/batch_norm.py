@@ -182,6 +182,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder, missed, total = Path(tempfile.mkdtemp()), 0, 0
+    everything: dict[str, list[dict[str, Any]]] = {ASGD: [], DDP: []}
     for (name, setting), network in itertools.product(SETTINGS.items(), NETWORKS):
         if given.only not in name:
             continue
@@ -200,6 +201,8 @@ def main() -> None:
                 facts.append({**outcomes[0].facts, "lowest": lowest})
             ranks.close()
         ours, theirs = found[ASGD], found[DDP]
+        for strategy, facts in found.items():
+            everything[strategy] += facts
         bad = sum(not each["lowest"] >= 0 or not each["loss"] < float("inf") for each in ours)
         ratios, references = (sorted(each["loss"] for each in facts) for facts in (ours, theirs))
         mine, other = (statistics.fmean(each["distance"] for each in facts) for facts in (ours, theirs))
@@ -213,6 +216,9 @@ def main() -> None:
             flush=True,
         )
     shutil.rmtree(folder)
+    for strategy, facts in everything.items():
+        distances, ratios = ([each[name] for each in facts] for name in ("distance", "loss"))
+        print(f"{len(facts)} runs, {strategy}: loss / recomputed {spread(ratios)}, distance {spread(distances)}")
     raise SystemExit(bool(missed))
 
 
