@@ -37,7 +37,10 @@ def without(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tu
 
 
 class RangeSet:
-    """Ascending ranges that do not overlap, and how many numbers they hold. Those that touch join, but at ``ends``."""
+    """Ascending ranges that do not overlap, and how many numbers they hold.
+
+    Ranges that touch are one, but at given ``ends``. A change looks only at the ranges beside it.
+    """
 
     def __init__(self, ends: Collection[int] = ()) -> None:
         self.ranges: list[tuple[int, int]] = []

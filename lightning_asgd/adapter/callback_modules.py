@@ -13,7 +13,10 @@ __all__ = ["share_callback_modules"]
 
 
 def share_callback_modules(trainer: Any, collectives: Collectives) -> None:
-    """Give all workers the mean of such modules' parameters, and the chief's buffers, where all have them."""
+    """Give all workers the mean of each such module's parameters, and the chief's buffers.
+
+    Only of those that all workers have: a network that makes pictures may be on one alone. All call it together.
+    """
     if not collectives.real:
         return
     found = _callback_modules(trainer)

@@ -283,7 +283,10 @@ _OF_THE_DEVICE = ("foreach", "fused", "capturable")
 
 
 def follow_progress(trainer: Any, progress: dict[str, Any] | None) -> None:
-    """Have a fit begin where :func:`progress_of` was called. Called while a strategy is set up, after optimizers."""
+    """Have a fit begin where :func:`progress_of` was called, whatever checkpoint it was given.
+
+    To be called while the strategy is set up, after the optimizers: Lightning then resumes from the same progress.
+    """
     if private_names.loaded_checkpoint(trainer):
         rank_zero_warn("The checkpoint is not loaded: this worker joins a run that has already started.")
     private_names.loaded_checkpoint.set(trainer, progress or {})

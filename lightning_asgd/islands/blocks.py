@@ -62,7 +62,10 @@ class HeldRun:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """What one process exchanges, as a layout of its own, in which a shard is its runs on one server."""
+    """What one process exchanges, in the form of a :class:`~lightning_asgd.layout.Layout` of its own.
+
+    A shard is here what the process exchanges with that server: its runs, one after the other.
+    """
 
     whole: Layout
     blocks: tuple[tuple[int, ...], ...]  # the shape of the process's block of each tensor
@@ -138,7 +141,10 @@ def holders_of(blocks: Sequence[Block], rank: int) -> list[int]:
 
 
 def part_layout(layout: Layout, blocks: Mapping[str, Sequence[Block]], rank: int) -> PartLayout:
-    """What process ``rank`` exchanges. Raises a :class:`ConfigurationError` if ``blocks`` lack a part of a tensor."""
+    """What process ``rank`` of an island exchanges; ``blocks`` are those of all its processes, by tensor.
+
+    Raises a :class:`ConfigurationError` if the blocks of a tensor are not all of it.
+    """
     runs: list[HeldRun] = []
     for index, spec in enumerate(layout.tensors):
         held = blocks[spec.name]

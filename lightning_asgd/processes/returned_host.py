@@ -47,7 +47,10 @@ def program_of(world_size: int) -> str:
 
 
 class Signpost:
-    """Notes at a job's first address where the job has moved; ``where`` is None while this process hosts none."""
+    """Notes at a job's first address where the job has moved, whenever a process listens there again.
+
+    ``where`` is None while this process does not host the servers.
+    """
 
     def __init__(self, first: tuple[str, int], where: Callable[[], Moved | None]) -> None:
         self._first, self._where = first, where

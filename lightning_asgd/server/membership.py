@@ -32,10 +32,12 @@ _SOONER = 0.7  # the failure timeout of the other servers, as a part of server 0
 
 @dataclass
 class Membership:
-    """The workers of one session, each of them one process. ``world_size`` is 0 in an elastic run.
+    """The workers of one session.
 
-    Servers other than 0 (``index``) use a shorter failure timeout, so that they take no push which it would reject.
-    The reason in ``left`` is empty for an orderly end.
+    Server 0 (``index``) is authoritative; the others use a shorter failure timeout, so that they never take a push
+    which it would reject. ``world_size`` is 0 in an elastic run. The reason in ``left`` is empty for an orderly end.
+    A worker is one process (``processes``), which joined first: another one that claims its rank while it is alive is a
+    second start of it, or belongs to another job.
     """
 
     session: str
@@ -314,8 +316,10 @@ class Membership:
     def restore(self, now: float, holding: Collection[int] = (), admitted: int = 0) -> None:
         """Expect reports of all workers that have not left, where this server replaces a lost one.
 
-        ``holding`` names, in an elastic run, the workers that hold weights; ``admitted`` is the highest number known to
-        be given. Until :meth:`end_recovery` workers have more time than usual: a busy one may hold the newest state.
+        ``holding`` names, in an elastic run, the workers that hold weights. ``admitted`` is the highest number that a
+        worker knows to be given. Until :meth:`end_recovery` the workers are given more time than usual, also once they
+        have joined: a worker that is busy or suspended for long may hold the newest state, or a push that this state
+        lacks.
         """
         for worker in (set(range(self.world_size)) | set(holding)) - set(self.left) - self.joined:
             self.joined.add(worker)

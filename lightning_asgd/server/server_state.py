@@ -33,8 +33,10 @@ ASK_AGAIN = 1e9
 class ServerState:
     """The run, the session, the epochs of its data, and the server's way back if its state was lost.
 
-    ``run`` names its one elastic run; without, it serves the sessions of a ``job``, of any if that is empty. With
-    ``succeeds`` it may replace a lost server. ``remembered`` reads the latest snapshot of a server.
+    ``run`` names the one elastic run that it serves; without, it serves the sessions of a ``job`` one after the other,
+    of any if that is empty. With
+    ``succeeds`` it may replace a lost server, so the run has weights already. ``remembered`` reads the latest snapshot
+    of a server.
     """
 
     def __init__(

@@ -51,7 +51,18 @@ class Work:
 
 
 class NamedWeights:
-    """A problem's flat weights, seen as named tensors, which are exchanged in one fragment or several."""
+    """A problem's flat weights, seen as named tensors, which are exchanged in one fragment or several.
+
+    Args:
+        problem: whose first weights they are.
+        number: of fragments that the algorithm wants.
+        num_servers: over which each fragment is laid out.
+
+    Attributes:
+        flat: the weights.
+        layout: of all of them.
+        fragments: the layout of each fragment, as a real worker makes it.
+    """
 
     def __init__(self, problem: Problem, number: int, num_servers: int) -> None:
         self.flat = Parameter(problem.start())
@@ -98,9 +109,25 @@ def _pieces(numel: int, number: int, num_servers: int) -> Mapping[str, tuple[int
 
 
 class SimulatedWorker:
-    """One worker, which exists in virtual time. ``crashed`` and ``ended_s`` are set from outside.
+    """One worker, which exists in virtual time.
 
-    ``epochs_s`` are the times at which its epochs' sync points were over, ``meeting_s`` the seconds it waited there.
+    Args:
+        client: not yet joined.
+        clock: virtual time.
+        problem: the problem that it trains on.
+        config: when to exchange.
+        optimizer: makes its optimizer.
+        speed: of its steps.
+        seed: for its random numbers; other workers draw others from the same.
+
+    Attributes:
+        rank: its global rank; in an elastic run its number.
+        weights: its own, flat.
+        exchanger: the same object as in a real worker.
+        crashed: whether it has ended before its time; set from outside.
+        ended_s: when it ended, None before; set from outside.
+        epochs_s: when its epochs' sync points were over.
+        meeting_s: seconds in which it waited for other workers at sync points.
     """
 
     def __init__(

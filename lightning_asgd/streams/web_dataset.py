@@ -34,7 +34,10 @@ _OPENERS = {"FileCache", "StreamingOpen"}
 
 
 def web_dataset(dataset: Any) -> ShardedData | str:
-    """The shards of a ``webdataset.WebDataset``, for all workers; or why it cannot be read by them."""
+    """The shards of a ``webdataset.WebDataset``, or why it cannot be read by them.
+
+    A split by node is left out: workers share all shards. A last stage ``.batched`` becomes the loader's batches.
+    """
     if dataset.repetitions != 1 or dataset.nsamples > 0:
         return "with_epoch or repeat makes its epochs"
     stages = list(dataset.pipeline)

@@ -37,9 +37,11 @@ _UNREADABLE = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: the other end
 
 
 class ZmqServer(Loop):
-    """Answers messages with ``handler`` in ``threads`` threads, or with 0 in the socket's own, until it is closed.
+    """Answers messages in this process until it is closed.
 
-    ``decode`` makes what the handler gets of header and buffers. Raises an ``OSError`` if it cannot listen.
+    ``threads`` threads call ``handler``; with 0 the socket's own thread does. ``name`` is the server's at its gateway.
+    ``decode`` makes what the handler gets of header and buffers. Raises an ``OSError`` if it cannot listen at
+    ``address``.
     """
 
     def __init__(

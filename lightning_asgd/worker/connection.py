@@ -40,10 +40,11 @@ class AnotherLost(Exception):
 
 
 class Connection:
-    """One worker's connection to all servers, in one session. ``world_size`` is 0 in an elastic run.
+    """One worker's connection to all servers, in one session.
 
-    A server may take ``timeout_s`` for an answer that does not depend on other workers, ``patience_s`` for others.
-    ``with_last_output`` adds the last output of a dead server to an error's text.
+    ``world_size`` is 0 in an elastic run, where the worker gets its number when it attaches. A server may
+    take ``timeout_s`` for an answer that does not depend on other workers, ``patience_s`` for one that does.
+    ``with_last_output`` adds to an error's text the last output of a dead server, where this process knows it.
     """
 
     def __init__(

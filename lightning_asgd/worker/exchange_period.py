@@ -123,7 +123,10 @@ class Schedule:
         return self._wished or self.npush
 
     def due(self, steps: int, more: int = 0) -> tuple[bool, bool]:
-        """Whether a push, and whether a fetch is due after these steps, of which ``more`` are still to be taken."""
+        """Whether a push, and whether a fetch is due, given the number of optimizer steps taken.
+
+        ``more``: how many of these have not been taken yet.
+        """
         if self._turns.holds(self._fragment):
             return False, False
         nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)

@@ -235,9 +235,11 @@ class Channel:
         yield from self.fetch()
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :meth:`Synchronizer.catch_up`. Only a force that has arrived goes into the module.
+        """See :meth:`Synchronizer.catch_up`.
 
-        Nothing is pushed or merged: a program may have put other weights into the module for this checkpoint.
+        Nothing is pushed or merged: a program may have put other weights into the module for this checkpoint, and an
+        extra push would upset algorithms with rounds. Only a force that has arrived goes into the module: the
+        checkpoint holds the centre.
         """
         self.caught_up = self.log.epoch, self.log.done
         if self.leaving is not None:

@@ -70,7 +70,10 @@ class ProgramGradients(LayerGradients):
             self._accumulates = before
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """A hook of a program's optimizers: replace the gradients, unless a backward has done so."""
+        """A program's optimizer steps: replace its gradients, unless a backward has done so.
+
+        Takes and returns what hooks of optimizers do.
+        """
         if self._planned != self._count_parameters():
             self._plan_again(optimizer)
         if not self._delay:

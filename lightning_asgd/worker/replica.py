@@ -46,10 +46,11 @@ __all__ = ["Replica"]
 
 
 class Replica:
-    """See the module's docstring. ``places`` are the module's tensors in the layout's order, changed in place.
+    """See the module's docstring.
 
-    ``blocks``: per server a shared block, or None to send by value. ``remembers``: :meth:`fetched` is wanted, in
-    another vector where memory is shared. ``offload``: keep ``base`` in host memory.
+    ``places`` are of the module's tensors, in the layout's order; these are changed in place, and may be strided.
+    ``blocks``: per server a shared block, or None to send by value. ``remembers``: :meth:`fetched` is wanted, which
+    takes another vector where memory is shared. ``offload``: on a device with streams, keep ``base`` in host memory.
     """
 
     _pushes_gradients = False

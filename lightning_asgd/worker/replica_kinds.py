@@ -20,7 +20,7 @@ __all__ = ["ElasticReplica", "GradientReplica", "MixingReplica", "replica_for"]
 class GradientReplica(Replica):
     """Pushes the sum of its gradients since the last push.
 
-    It takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
+    Takes one vector more on the worker, and two or, where memory is shared, three if it remembers.
     """
 
     _pushes_gradients = True

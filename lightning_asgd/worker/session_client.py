@@ -178,9 +178,11 @@ class SessionClient:
 
 
 class HeartbeatThread:
-    """Sends the heartbeats of one worker with its latest figures until it is stopped, whatever the worker does.
+    """Sends the heartbeats of one worker until it is stopped, each with the worker's latest figures.
 
-    ``on_news`` gets events of others from number ``told`` on; ``on_chief`` gets the chief's number with every reply.
+    It has its own thread, since the training thread may be in a long step, in a validation, or waiting. A worker that
+    sends none for ``silence_s`` is suspected. ``on_news`` gets events of other workers, from number ``told`` on;
+    ``on_chief`` gets, with every reply, the worker that logs and writes checkpoints.
     """
 
     on_silence: Callable[[float], None] = staticmethod(lambda seconds: None)

@@ -130,7 +130,9 @@ class ShardClient:
     def replies(self, futures: list[Future[Any]]) -> list[Reply]:
         """Wait for an exchange's answers; the future of a message that is sent again takes its place in ``futures``.
 
-        Whether a push is applied is the coordinator's say: another server that rejected it gets the message again.
+        The coordinator is authoritative for whether a push is applied: where it took one that another server rejected
+        since this worker was fenced there, the message is sent to that server again. The others use a shorter failure
+        timeout, so that it is hardly ever the other way round.
         """
         client, connection = self.client, self.connection
         replies: list[Reply] = []
@@ -166,7 +168,10 @@ class ShardClient:
         return self.connection.post(server, message)
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Any, ...]]:
-        """The weights in the latest replies, per server and group, tables last; ``wire`` itself where it is shared."""
+        """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared.
+
+        Of tables they are :class:`Rows`, which come last.
+        """
         whole: list[tuple[Any, ...]] = [
             out if reply.weights is None else self._decoded(server, reply.weights, out)
             for server, (reply, out) in enumerate(zip(replies, wire, strict=True))

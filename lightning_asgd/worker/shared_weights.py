@@ -105,7 +105,10 @@ class SharedWeights(Synchronizer):
         return {s.name: shared.clone() for s, shared in zip(self.layout.tensors, self._shared, strict=True)}
 
     def catch_up(self) -> dict[str, Tensor]:
-        """See :class:`Synchronizer`. Shared weights hold every step; nothing is written into the module's tensors."""
+        """See :class:`Synchronizer`: the shared weights hold every step; the others keep changing them.
+
+        The module's own tensors are the shared ones, unless they are copies: nothing may be written into them.
+        """
         return self.peek() if self._copies and not self._alone else {}
 
     def close(self) -> None:

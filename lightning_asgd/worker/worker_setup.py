@@ -74,10 +74,11 @@ def set_up(
     training: Training | None = None,
     start: Start | None = None,
 ) -> Synchronizer:
-    """Lay the module out over the servers, fill them with the first worker's weights, and take these, in place.
+    """Lay the module out over the servers, fill them with the first worker's weights, and take these.
 
-    All workers call it together. Raises a :class:`ConfigurationError` if the module has no trainable parameter, or one
-    without a shape yet, and a :class:`LayoutMismatchError` that names the first parameter in which modules differ.
+    All workers call it together; the module is changed in place. Raises a :class:`ConfigurationError` if the module has
+    no trainable parameter, or one without a shape yet, and a :class:`LayoutMismatchError` that names the first
+    parameter in which modules differ.
     """
     start, training = start or Start(), training or Training()
     check_shapes(module)
