@@ -261,7 +261,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Watcher:
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")  # as if torchrun had started this process, as one of two
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(rank_variables.OWNER_ENV, "{}")  # the fit writes its own
+    monkeypatch.setenv(rank_variables.OWNER_ENV, '{"address": null, "variables": {}}')  # the fit writes its own
     monkeypatch.setattr(TrainingJob, "begin", begin)
     monkeypatch.setattr(TrainingJob, "connect", lambda self: link)
     with pytest.raises(Enough):
