@@ -563,6 +563,7 @@ def test_a_program_with_data_of_its_own_exchanges_after_its_steps(elastic: Run) 
     def work(rank: int) -> list[float]:
         model, optimizer, asgd = counting(elastic)
         with asgd:
+            both.wait(10.0)  # else one may join when the other is past its epoch
             for _ in asgd.epochs(1):
                 for number in range(rank, SAMPLES, 2):
                     step(model, optimizer, torch.tensor([number]))
