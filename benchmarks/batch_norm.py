@@ -14,6 +14,7 @@ each with the final weights, and their statistics are averaged. Training cannot 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import shutil
@@ -188,18 +189,17 @@ def main() -> None:
             continue
         found: dict[str, list[dict[str, Any]]] = {}
         for strategy in (ASGD, DDP):
-            ranks = Ranks("pytorch_lightning", strategy, setting.workers, **setting.options)
             facts = found[strategy] = []
-            for seed in range(given.runs):
-                where = folder / f"{total}"
-                where.mkdir()
-                total += 1
-                outcomes = ranks.run(Run(network, setting, seed), where, DEADLINE_S)
-                if errors := [outcome.trace for outcome in outcomes if outcome.error]:
-                    raise RuntimeError(errors[0])
-                lowest = min((outcome.facts["lowest"] for outcome in outcomes), key=lambda each: (each == each, each))
-                facts.append({**outcomes[0].facts, "lowest": lowest})
-            ranks.close()
+            with contextlib.closing(Ranks("pytorch_lightning", strategy, setting.workers, **setting.options)) as ranks:
+                for seed in range(given.runs):
+                    where = folder / f"{total}"
+                    where.mkdir()
+                    total += 1
+                    outcomes = ranks.run(Run(network, setting, seed), where, DEADLINE_S)
+                    if errors := [outcome.trace for outcome in outcomes if outcome.error]:
+                        raise RuntimeError(errors[0])
+                    lowest = min((each.facts["lowest"] for each in outcomes), key=lambda each: (each == each, each))
+                    facts.append({**outcomes[0].facts, "lowest": lowest})
         ours, theirs = found[ASGD], found[DDP]
         for strategy, facts in found.items():
             everything[strategy] += facts

@@ -128,8 +128,9 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
     cause is the age of the weights: `make sets`, and the same with ``nsync=2``.
     """
     algorithm = config.algorithm
-    bases = [[base.__name__ for base in type(optimizer).__mro__] for optimizer in optimizers]
-    names = [name for each in bases for name in [b for b in each if b in _ADAPTIVE + _WITHOUT_GAIN][:1]]
+    known = {*_ADAPTIVE, *_WITHOUT_GAIN}
+    kinds = [next((base.__name__ for base in type(o).__mro__ if base.__name__ in known), "") for o in optimizers]
+    names = [name for name in kinds if name]
     plain = any(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
     if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and plain and not names:
         return (

@@ -36,7 +36,7 @@ def is_needed() -> bool:
 
 
 class PickledTrainer:
-    """A Trainer's method for workers that start next; a :class:`ConfigurationError` if it cannot be pickled."""
+    """A Trainer's method for workers to come. Raises a :class:`ConfigurationError` if it cannot be pickled."""
 
     def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         from ray import cloudpickle

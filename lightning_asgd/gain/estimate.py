@@ -69,7 +69,7 @@ class Signal:
 
 
 def is_adam(optimizer: Any) -> bool:
-    """Whether a class is a kind of Adam by its name. The states do not tell: LAMB has the same."""
+    """Whether a class is a kind of Adam by its name. The states do not tell: LAMB's are the same."""
     return any(re.search("adam(?!ax|od)", kind.__name__.lower()) for kind in type(optimizer).__mro__)
 
 

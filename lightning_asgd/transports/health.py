@@ -70,7 +70,7 @@ class HealthResponder:
 
 
 def ask_health(host: str, port: int, timeout_s: float) -> tuple[bool, str]:
-    """What a run's servers report: all is well, and a sentence. Raises a :class:`ServerLostError` if none replies."""
+    """Whether a run's servers are well, and a sentence. Raises a :class:`ServerLostError` if nothing replies."""
     key, nonce, deadline = _key(), os.urandom(_NONCE), time.monotonic() + timeout_s
     why = f"no reply within {timeout_s:g} s"
     try:

@@ -90,7 +90,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def host(
         cls, host: str = LOOPBACK, port: int = 0, store: Callable[[str, int, Any], EntryStore] = TorchStore.host
     ) -> Rendezvous:
-        """Host a store at this address only; port 0 is any free one. Torch's store in this process is used again."""
+        """Host a store at this address only (port 0: any free one), or use torch's store in this process again."""
         local_address_towards(LOOPBACK)  # raises at once if there is no way: torch's store waits for minutes
         secret = os.environ.get(SECRET_ENV)
         try:

@@ -69,7 +69,7 @@ class Transport(ABC):
 
 
 def answer_within(future: Future[Any], timeout_s: float) -> Any:
-    """The reply to a call, or its error; a :class:`CallTimeoutError` if that takes longer. Ctrl-C ends the wait."""
+    """The reply to a call. Raises its error, or a :class:`CallTimeoutError`. Ctrl-C ends the wait."""
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     if not done.wait(timeout_s):
