@@ -12,15 +12,7 @@ from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, server_a
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.validation import whole
 
-__all__ = [
-    "RUN_ENV",
-    "SECRET_ENV",
-    "SERVER_ENV",
-    "ExchangeConfig",
-    "Timeouts",
-    "seconds",
-    "server_address",
-]
+__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "ExchangeConfig", "Timeouts", "seconds", "server_address"]
 
 _NSYNC = 10  # where it is not "auto", and until a worker has measured something
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with

@@ -12,12 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter.class_trees import (
-    CallbackExtension,
-    Extension,
-    rank_zero_warn,
-    tree_of,
-)
+from lightning_asgd.adapter.class_trees import CallbackExtension, Extension, rank_zero_warn, tree_of
 from lightning_asgd.adapter.private_names import Name, is_a, logged_step, tensorboard, wandb_logger
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import samples_in

@@ -27,8 +27,8 @@ from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import Interruptions, raised_by
 from lightning_asgd.loop.training_job import TrainingJob
+from lightning_asgd.processes.interruptions import Interruptions, raised_by
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.whole_file import check_archive
 from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name

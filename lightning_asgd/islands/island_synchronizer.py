@@ -23,13 +23,7 @@ from lightning_asgd.worker.exchanger import Channel, Exchanger
 from lightning_asgd.worker.replica_kinds import replica_for
 from lightning_asgd.worker.session_client import SessionClient
 from lightning_asgd.worker.synchronizer import Held, Skipped, Synchronizer, Training, Waits, run
-from lightning_asgd.worker.worker_setup import (
-    Start,
-    check_shapes,
-    fragments_of,
-    trainable_parameters,
-    warn_if_fewer,
-)
+from lightning_asgd.worker.worker_setup import Start, check_shapes, fragments_of, trainable_parameters, warn_if_fewer
 
 __all__ = ["IslandSynchronizer", "set_up_island"]
 

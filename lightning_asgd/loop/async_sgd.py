@@ -21,9 +21,9 @@ from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.processes.interruptions import Interruptions
 from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["AsyncSGD"]

@@ -16,11 +16,11 @@ from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.loop_session import LoopSession
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import TIME_IS_UP, Interruptions
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.fit_summary import count
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes.engine import end_with_agent, requeue_job
+from lightning_asgd.processes.interruptions import TIME_IS_UP, Interruptions
 
 __all__ = ["LoopMember"]
 

@@ -19,9 +19,9 @@ from lightning_asgd.loop.job_options import LoopOptions
 from lightning_asgd.loop.leased_pass import SharedData, Trainee
 from lightning_asgd.loop.loop_state import LoopState
 from lightning_asgd.loop.participation import Participation
-from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.loop.step_rounds import Rounds
 from lightning_asgd.loop.weight_changes import WeightChanges
+from lightning_asgd.processes.interruptions import Interruptions
 from lightning_asgd.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.ranges import merged
 from lightning_asgd.worker.collectives import Phase

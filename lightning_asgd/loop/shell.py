@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_asgd.loop.signals import TERMINATED, TIME_IS_UP, Interruptions
+from lightning_asgd.processes.interruptions import TERMINATED, TIME_IS_UP, Interruptions
 
 __all__ = ["Shell"]
 

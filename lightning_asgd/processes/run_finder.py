@@ -11,15 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from lightning_asgd.environment import joined, parted
 from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes.host_entry import (
-    HOST_KEY,
-    LEASE_S,
-    VOTED_KEY,
-    HostEntry,
-    ask_host,
-    reach_host,
-    vote_of,
-)
+from lightning_asgd.processes.host_entry import HOST_KEY, LEASE_S, VOTED_KEY, HostEntry, ask_host, reach_host, vote_of
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["RunFinder"]

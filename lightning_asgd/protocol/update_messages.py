@@ -12,17 +12,7 @@ from lightning_asgd.layout import Groups
 from lightning_asgd.protocol.request import Count, Fragment, LearningRate, PerSecond, Request
 from lightning_asgd.stats import Verdict
 
-__all__ = [
-    "Exchange",
-    "InitShard",
-    "LayerGradient",
-    "Reply",
-    "Rows",
-    "Samples",
-    "ShardState",
-    "SharedRef",
-    "nbytes",
-]
+__all__ = ["Exchange", "InitShard", "LayerGradient", "Reply", "Rows", "Samples", "ShardState", "SharedRef", "nbytes"]
 
 _BULKY = 4 << 20  # bytes
 

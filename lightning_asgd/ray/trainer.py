@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,14 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
-from lightning_asgd.ray.actors import (
-    FINISHED,
-    RunAddress,
-    ServerActor,
-    WorkerActor,
-    end_process,
-    first_key,
-)
+from lightning_asgd.processes.interruptions import Interruptions
+from lightning_asgd.ray.actors import FINISHED, RunAddress, ServerActor, WorkerActor, end_process, first_key
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
@@ -111,12 +106,20 @@ class ASGDTrainer:
 
         Raises a :class:`LaunchError` as :meth:`start` does, an :class:`ASGDError` if no worker has finished.
         """
-        run = self.start()
+        run, interruptions = self.start(), Interruptions()
+        if threading.current_thread() is threading.main_thread():  # Ray's core takes the place of Ray's own handler
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         try:
+            interruptions.defers = True
+            while not run._ended.wait(_POLL_S):
+                if interruptions.came:
+                    interruptions.raise_now()
             return run.result()
         except BaseException:  # Ctrl-C, for instance: nothing else could end the run
             run.stop()
             raise
+        finally:
+            interruptions.close()
 
     def start(self) -> ASGDRun:
         """Start servers and workers, and return once the servers serve and the first workers have their places.
@@ -228,12 +231,10 @@ class ASGDRun:
     def _places(self) -> list[Any]:
         """Reserve room for the servers, on different nodes if possible, and for the first workers."""
         plan = self._plan
-        wanted = (
-            ([plan.resources_per_server] * plan.num_servers, "SPREAD"),
-            ([plan.resources_per_worker] * plan.least, plan.scaling.placement_strategy),
-        )
-        self._groups = [placement_group(bundles, strategy=strategy) for bundles, strategy in wanted]
-        for group, (bundles, _) in zip(self._groups, wanted, strict=True):
+        wanted = [plan.resources_per_server] * plan.num_servers, [plan.resources_per_worker] * plan.least
+        ways = "SPREAD", plan.scaling.placement_strategy
+        self._groups = [placement_group(bundles, strategy=way) for bundles, way in zip(wanted, ways, strict=True)]
+        for group, bundles in zip(self._groups, wanted, strict=True):
             each = bundles[0]
             if group.wait(min(_PATIENCE_S, plan.place_s)):
                 continue

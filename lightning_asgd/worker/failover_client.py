@@ -20,14 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch.futures import Future
 
 from lightning_asgd.errors import ASGDError, ServerLostError, WorkerAwayError
-from lightning_asgd.protocol import (
-    DisconnectWatch,
-    Heartbeat,
-    HeartbeatReply,
-    LeaseHoldings,
-    ReplayDone,
-    StateReport,
-)
+from lightning_asgd.protocol import DisconnectWatch, Heartbeat, HeartbeatReply, LeaseHoldings, ReplayDone, StateReport
 from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.worker.exchanger import Exchanger

@@ -14,15 +14,7 @@ from lightning_asgd.worker.lease_client import DataLeases
 from lightning_asgd.worker.lease_plan import Plan
 from lightning_asgd.worker.random_numbers import same_random_numbers
 
-__all__ = [
-    "LeasedBatches",
-    "LeasedSteps",
-    "Replacement",
-    "digest",
-    "in_common_order",
-    "own_samplers",
-    "undivided",
-]
+__all__ = ["LeasedBatches", "LeasedSteps", "Replacement", "digest", "in_common_order", "own_samplers", "undivided"]
 
 _FEW = 100  # a longer list is none of samplers
 

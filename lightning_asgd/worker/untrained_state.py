@@ -18,13 +18,7 @@ from torch.nn import Module
 from lightning_asgd.numerics import is_finite
 from lightning_asgd.protocol import JointState, UntrainedState
 from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.module_state import (
-    digest_of,
-    named_state,
-    on_cpu,
-    persistent_buffers,
-    take_values,
-)
+from lightning_asgd.worker.module_state import digest_of, named_state, on_cpu, persistent_buffers, take_values
 from lightning_asgd.worker.session_client import pickled, unpickled
 
 __all__ = ["UntrainedTensors", "is_statistic"]

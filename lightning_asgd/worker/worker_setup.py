@@ -25,13 +25,7 @@ from lightning_asgd.worker.collectives import Collectives
 from lightning_asgd.worker.exchanger import Exchanger
 from lightning_asgd.worker.layer_gradients import LayerGradients
 from lightning_asgd.worker.link_probe import measured_code
-from lightning_asgd.worker.module_state import (
-    average,
-    digest_of,
-    fixed_tensors,
-    make_identical,
-    persistent_buffers,
-)
+from lightning_asgd.worker.module_state import average, digest_of, fixed_tensors, make_identical, persistent_buffers
 from lightning_asgd.worker.program_gradients import ProgramGradients
 from lightning_asgd.worker.replica import Replica
 from lightning_asgd.worker.replica_kinds import replica_for

@@ -25,8 +25,8 @@ from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
 from lightning_asgd.loop.elastic_run import ElasticFleet
 from lightning_asgd.loop.shell import Shell
-from lightning_asgd.loop.signals import Interruptions
 from lightning_asgd.process_name import machine_and_pid, this_process
+from lightning_asgd.processes.interruptions import Interruptions
 from lightning_asgd.protocol import Exchange
 from lightning_asgd.worker.session_client import SessionClient
 from tests.helpers.algorithms import SUM_OF_ROUND

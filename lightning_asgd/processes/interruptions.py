@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import traceback
+from functools import partial
 from types import FrameType
 from typing import Any
+
+from lightning_asgd.errors import ServerLostError, WorkerLostError
 
 __all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "raised_by"]
 
@@ -17,6 +22,14 @@ TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
 def raised_by(number: int) -> BaseException:
     """What a signal raises: :class:`KeyboardInterrupt` for Ctrl-C, else :class:`SystemExit`."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _show(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print only the last line of an error that ends the program, if a traceback would not tell who has stopped it."""
+    if isinstance(error, ServerLostError | WorkerLostError) or vars(error).get("brief"):
+        sys.stderr.writelines(traceback.format_exception_only(error))
+    else:
+        before(kind, error, trace)
 
 
 class Interruptions:
@@ -34,6 +47,8 @@ class Interruptions:
         self._came: int | None = None
         self._ignores = False  # whether the next SIGTERM is ignored
         self._before: dict[int, Any] = {}
+        if getattr(sys.excepthook, "func", None) is not _show:
+            sys.excepthook = partial(_show, sys.excepthook)
         if threading.current_thread() is not threading.main_thread():
             return
         defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -50,19 +65,21 @@ class Interruptions:
         again, self._came = self._came is not None, number
         self._ignores = number == signal.SIGUSR1  # SLURM also sends SIGTERM to a job that is requeued
         if again or not self.defers:
-            self.raise_now()
+            self.raise_now(brief=False)  # the traceback tells where the program was
 
     @property
     def came(self) -> bool:
         """Whether a signal is pending."""
         return self._came is not None
 
-    def raise_now(self) -> None:
+    def raise_now(self, *, brief: bool = True) -> None:
         """Raise the exception of a signal that has come; defer none until :attr:`defers` is set again."""
         came, self._came, self.defers = self._came, None, False
         self.raised = came or self.raised
         if came is not None:
-            raise raised_by(came)
+            error = raised_by(came)
+            vars(error)["brief"] = brief
+            raise error
 
     def leave(self) -> None:
         """The worker leaves after an interruption: ignore one SIGTERM, so that its last push is whole."""
