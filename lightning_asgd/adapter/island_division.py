@@ -107,7 +107,7 @@ class Division:
 
     def watch(self) -> Callable[[], None]:
         """In the main process: expect a process to end whose island is lost. Returns a function that ends this."""
-        overseer = supervisor.current()
+        overseer, lost = supervisor.current(), set[int]()
         if not self.run.is_main or overseer is None:
             return lambda: None
 
@@ -115,7 +115,8 @@ class Division:
             island = rank // self._size
             others = range(island * self._size, (island + 1) * self._size)
             overseer.excuse(*others)
-            if code:
+            if code and island not in lost:
+                lost.add(island)
                 self.run.tell(_prepared(island), True)  # the next island may wait for it
                 overseer.terminate(*others)  # it may take long until they notice that one of them is lost
                 log.warning(

@@ -30,6 +30,7 @@ from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
+from lightning_asgd.processes.interruptions import end_briefly
 from lightning_asgd.whole_file import check_archive
 from lightning_asgd.worker.connection import GRACE_S
 
@@ -241,6 +242,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             log.error("%s", why)  # another process found it first and ended, so this one fails, too
         self._alone = not self._group.all_fail()
         if self._alone:
+            if " by peer" in str(exception):  # gloo's "Connection closed by peer": the process that has ended says why
+                end_briefly(exception)
             self._report(exception)
 
     def on_exception(self, exception: BaseException) -> None:

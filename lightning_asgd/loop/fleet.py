@@ -21,6 +21,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.processes.interruptions import is_brief
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase
@@ -242,7 +243,7 @@ class Fleet:
     def _failure(self, error: BaseException) -> tuple[str, str]:
         """What the others learn of an error in this process, and its last lines."""
         what = f"it raised {type(error).__name__}: {error}" if str(error) else f"it raised {error!r}"
-        lines = "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
+        lines = [] if is_brief(error) else "".join(traceback.format_exception(error)).splitlines()[-_TRACEBACK_LINES:]
         if ended_by := self._shell.ended_by(error):
             what, lines = f"it was ended by {ended_by}", []
         return f"{what.strip()} ({here(os.getpid())})", "\n".join(lines)

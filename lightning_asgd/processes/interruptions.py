@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_asgd.errors import ServerLostError, WorkerLostError
 
-__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "raised_by"]
+__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "end_briefly", "is_brief", "raised_by"]
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
 TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
@@ -24,9 +24,24 @@ def raised_by(number: int) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
+def end_briefly(error: BaseException) -> None:
+    """Have an error end the program without a traceback, as a lost worker does: it would not tell the cause."""
+    vars(error)["brief"] = True
+    _install()
+
+
+def _install() -> None:
+    if getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = partial(_show, sys.excepthook)
+
+
+def is_brief(error: BaseException) -> bool:
+    """Whether an error's traceback would not tell its cause."""
+    return isinstance(error, ServerLostError | WorkerLostError) or "brief" in vars(error)
+
+
 def _show(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print only the last line of an error that ends the program, if a traceback would not tell who has stopped it."""
-    if isinstance(error, ServerLostError | WorkerLostError) or vars(error).get("brief"):
+    if is_brief(error):
         sys.stderr.writelines(traceback.format_exception_only(error))
     else:
         before(kind, error, trace)
@@ -47,8 +62,7 @@ class Interruptions:
         self._came: int | None = None
         self._ignores = False  # whether the next SIGTERM is ignored
         self._before: dict[int, Any] = {}
-        if getattr(sys.excepthook, "func", None) is not _show:
-            sys.excepthook = partial(_show, sys.excepthook)
+        _install()
         if threading.current_thread() is not threading.main_thread():
             return
         defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -78,7 +92,8 @@ class Interruptions:
         self.raised = came or self.raised
         if came is not None:
             error = raised_by(came)
-            vars(error)["brief"] = brief
+            if brief:
+                end_briefly(error)
             raise error
 
     def leave(self) -> None:
