@@ -225,6 +225,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("rpc", "zmq"), help="one of them only")
     args = parser.parse_args()
     clean_environment()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs ignore Ctrl-C
     table = Table(title="One process is stopped", title_justify="left")
     for heading in (
         "way",
