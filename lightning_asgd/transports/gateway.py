@@ -338,8 +338,11 @@ class _Relay:
         self._watch(ahead, selectors.EVENT_WRITE, lambda _: self._join(caller, ahead))
 
     def _turn_away(self, caller: _Caller, error: int | None) -> None:
-        """Close a connection that leads nowhere. Only a refusal shows that the server is gone."""
-        self._drop(caller, _NO if caller.asks and error == errno.ECONNREFUSED else b"")
+        """Close a connection that leads nowhere. A refusal shows that a server is gone: strangers may get its port."""
+        gone = error == errno.ECONNREFUSED
+        if gone:
+            self._servers.pop(_number(caller.said), None)
+        self._drop(caller, _NO if caller.asks and gone else b"")
 
     def _join(self, caller: _Caller, ahead: socket.socket) -> None:
         if caller not in self._callers:  # dropped since the system said that it is ready

@@ -251,10 +251,14 @@ def test_only_a_server_that_refuses_is_gone(monkeypatch: pytest.MonkeyPatch, ahe
             return caller.recv(1)
 
     assert asked() == gateway._YES
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", NoFiles)
+        assert asked() == b""
+    place = ahead.getsockname()
     ahead.close()
     assert asked() == gateway._NO
-    monkeypatch.setattr(socket, "socket", NoFiles)
-    assert asked() == b""
+    with socket.create_server(place):  # a stranger, who has its port now
+        assert asked() == gateway._NO
 
 
 class NoFiles(socket.socket):
