@@ -258,16 +258,12 @@ class RpcServer:
 _server: RpcServer | None = None  # this process's: TensorPipe calls functions, not methods
 
 
-def _serving() -> RpcServer:
-    if _server is None:
-        raise RuntimeError("this process no longer serves")
-    return _server
-
-
 @tensorpipe.asynchronous
 def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Future[Any]:
     """Run on the server for every message."""
-    server = _serving()
+    server = _server
+    if server is None:  # it ends, and so does the connection: torch would print an error
+        return Future()
     answer = server.replies.answer(caller, number, arrived, lambda: server.handler(message))
     if isinstance(message, Contribution):
         return answer.then(lambda done: server.encoded(done.value()))
@@ -276,4 +272,5 @@ def _answer(caller: str, number: int, arrived: list[int], message: Any) -> Futur
 
 def _forget(caller: str, arrived: list[int]) -> None:
     """Run on the server when a worker acknowledges a large reply."""
-    _serving().replies.forget(caller, arrived)
+    if _server is not None:
+        _server.replies.forget(caller, arrived)

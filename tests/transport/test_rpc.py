@@ -19,7 +19,7 @@ import torch
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest, OpenEpoch
-from lightning_asgd.transports import tensorpipe
+from lightning_asgd.transports import rpc_transport, tensorpipe
 from lightning_asgd.transports.rpc_transport import RpcServer
 from lightning_asgd.transports.transport import CallTimeoutError, Transport
 from lightning_asgd.worker.collectives import Collectives
@@ -184,6 +184,8 @@ def test_a_process_may_serve_and_stop_serving() -> None:
     finally:
         server.close()
         server.close()
+    answer = rpc_transport._answer("a worker", 0, [], "late")  # while its connections close
+    assert not answer.done()
 
 
 def break_connections(servers: Sequence[ServerProcess]) -> int:
