@@ -116,6 +116,9 @@ accuracy: $(VENV)/.installed-examples ## accuracy on Fashion-MNIST beside DDP: h
 sets: $(VENV)/.installed-examples ## accuracy on four data sets, 2 to 16 workers, in virtual time: hours; continues where it was interrupted
 	@$(RUN) benchmarks/accuracy_sets.py
 
+robustness: $(VENV)/.installed-examples ## A-SGD beside DDP with slow, late and lost workers, large rates, low precision: half an hour; continues where it was interrupted
+	@$(RUN) benchmarks/robustness.py
+
 claims: $(VENV)/.installed-dev ## claims of four papers, in virtual time: Yu, SparkNet, SpeeDO, asynchronous SG-MCMC
 	@$(RUN) benchmarks/claims.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import signal
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -107,7 +108,8 @@ class Division:
 
     def watch(self) -> Callable[[], None]:
         """In the main process: expect a process to end whose island is lost. Returns a function that ends this."""
-        overseer, lost = supervisor.current(), set[int]()
+        overseer = supervisor.current()
+        lost: set[int] = set()
         if not self.run.is_main or overseer is None:
             return lambda: None
 
@@ -115,7 +117,7 @@ class Division:
             island = rank // self._size
             others = range(island * self._size, (island + 1) * self._size)
             overseer.excuse(*others)
-            if code and island not in lost:
+            if code and (island not in lost or (code < 0 and code != -signal.SIGTERM)):  # which the others get
                 lost.add(island)
                 self.run.tell(_prepared(island), True)  # the next island may wait for it
                 overseer.terminate(*others)  # it may take long until they notice that one of them is lost

@@ -25,7 +25,7 @@ from lightning_asgd.adapter.trainer_shell import TrainerShell
 from lightning_asgd.adapter.unattached import Takeable
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.islands.island_fleet import IslandFleet
-from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.island_group import IslandGroup, peer_has_ended
 from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.hosted_run import HostedRun
 from lightning_asgd.loop.training_job import TrainingJob
@@ -242,7 +242,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
             log.error("%s", why)  # another process found it first and ended, so this one fails, too
         self._alone = not self._group.all_fail()
         if self._alone:
-            if " by peer" in str(exception):  # gloo's "Connection closed by peer": the process that has ended says why
+            if peer_has_ended(exception):
                 end_briefly(exception)
             self._report(exception)
 

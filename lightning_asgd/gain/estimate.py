@@ -24,7 +24,7 @@ from torch import Tensor
 __all__ = ["Signal", "is_adam"]
 
 _FRESH = 0.3  # weight of the latest estimate
-_ELEMENTS = 1 << 18  # looked at, evenly spread: the mean over more is the same, and takes longer
+_ELEMENTS = 1 << 14  # looked at, evenly spread: the mean over more is the same, and takes longer
 
 
 @dataclass

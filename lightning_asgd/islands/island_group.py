@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_asgd.numerics import checksum
 
-__all__ = ["IslandGroup", "picklable"]
+__all__ = ["IslandGroup", "peer_has_ended", "picklable"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException | None)
@@ -290,6 +290,11 @@ class IslandGroup:
             dist.broadcast(rest, 0, group=self._group)
             data += rest.numpy().tobytes()
         return pickle.loads(data)
+
+
+def peer_has_ended(error: BaseException) -> bool:
+    """Whether gloo raised an error since another process has ended. A program's own connections may break, too."""
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error) and " by peer" in str(error)
 
 
 def picklable(error: E, rank: int) -> E | RuntimeError:

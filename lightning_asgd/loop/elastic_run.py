@@ -194,7 +194,7 @@ class ElasticFleet(Fleet):
 
     def _tell(self, news: str) -> None:
         self.board.note(news)
-        if self.rank == 0 and self.others_may_join:  # else the servers print it in the same terminal
+        if self.rank == 0:
             log.warning(news)
 
     # ------------------------------------------------------------------ a fit

@@ -17,6 +17,7 @@ from lightning_asgd.loop import job_address
 from lightning_asgd.loop.job_address import Surroundings
 from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.processes.server_handle import child_environment
+from lightning_asgd.server.server_process import QUIET_ENV
 from lightning_asgd.transports import job_secret
 from lightning_asgd.transports.addresses import LOOPBACK, listens, resolve
 from lightning_asgd.transports.rendezvous import Rendezvous
@@ -77,7 +78,7 @@ class HostedRun:
             [sys.executable, "-c", _COMMAND, "serve", *(f"--{name}={value}" for name, value in options.items())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+            env={**environment, "PYTHONPATH": os.pathsep.join(path), QUIET_ENV: "1"},  # the chief logs the events
             start_new_session=True,  # Ctrl-C ends it after the islands have left
         )
         overseer.register(self._process.pid)

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM, SLURM's SIGUSR1 in a plain loop: a worker leaves between two batches, and nothing is half done."""
+"""Ctrl-C, SIGTERM, SLURM's SIGUSR1: a program ends where nothing is half done, and says so in a line.
+
+In a plain loop that is between two batches. Ray's driver and islands use parts of it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -25,26 +27,29 @@ def raised_by(number: int) -> BaseException:
 
 
 def end_briefly(error: BaseException) -> None:
-    """Have an error end the program without a traceback, as a lost worker does: it would not tell the cause."""
-    vars(error)["brief"] = True
+    """Have an error end the program with its last line only, as a WorkerLostError does: its cause is elsewhere."""
+    error._lightning_asgd_brief = True  # type: ignore[attr-defined]
     _install()
 
 
 def _install() -> None:
+    """For the rest of the program: an error ends it after what has raised it is closed."""
     if getattr(sys.excepthook, "func", None) is not _show:
         sys.excepthook = partial(_show, sys.excepthook)
 
 
-def is_brief(error: BaseException) -> bool:
-    """Whether an error's traceback would not tell its cause."""
-    return isinstance(error, ServerLostError | WorkerLostError) or "brief" in vars(error)
+def is_brief(error: BaseException | None) -> bool:
+    """Whether an error is shown without its traceback; not if another one came before it."""
+    first = error is not None and (error.__context__ is None or error.__suppress_context__)
+    return first and (isinstance(error, ServerLostError | WorkerLostError) or hasattr(error, "_lightning_asgd_brief"))
 
 
 def _show(before: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
     if is_brief(error):
-        sys.stderr.writelines(traceback.format_exception_only(error))
-    else:
-        before(kind, error, trace)
+        error.__cause__ = trace = None
+        error.__suppress_context__ = True
+        error = error.with_traceback(None)
+    before(kind, error, trace)
 
 
 class Interruptions:
@@ -52,10 +57,11 @@ class Interruptions:
 
     While :attr:`defers` is set a signal is kept until :meth:`raise_now`; else it is raised at once, as is a second one,
     as an exception, so that a program's ``finally`` blocks run; see :func:`raised_by`. One SIGTERM is ignored after
-    SIGUSR1, since SLURM sends both, and one after :meth:`leave`. A program's own handlers are left alone.
+    SIGUSR1, since SLURM sends both, and one after :meth:`leave`. A program's own handlers are left alone, but for those
+    of the module that it ``replaces``. Lost servers and workers end the program with one line from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: str = "") -> None:
         self.defers = False
         self.raised: int | None = None
         """The signal whose exception was raised last."""
@@ -69,7 +75,8 @@ class Interruptions:
         if "SLURM_JOB_ID" in os.environ:
             defaults[signal.SIGUSR1] = signal.SIG_DFL
         for number, default in defaults.items():
-            if signal.getsignal(number) is default:
+            handler = signal.getsignal(number)
+            if handler is default or (replaces and getattr(handler, "__module__", "") == replaces):
                 self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:

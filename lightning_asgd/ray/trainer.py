@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -106,14 +105,13 @@ class ASGDTrainer:
 
         Raises a :class:`LaunchError` as :meth:`start` does, an :class:`ASGDError` if no worker has finished.
         """
-        run, interruptions = self.start(), Interruptions()
-        if threading.current_thread() is threading.main_thread():  # Ray's core takes the place of Ray's own handler
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        run = self.start()
+        interruptions = Interruptions(replaces="ray._private.worker")  # whose handlers Ray's core has replaced in C
         try:
             interruptions.defers = True
-            while not run._ended.wait(_POLL_S):
-                if interruptions.came:
-                    interruptions.raise_now()
+            while not run._ended.wait(_POLL_S) and not interruptions.came:
+                pass
+            interruptions.raise_now()
             return run.result()
         except BaseException:  # Ctrl-C, for instance: nothing else could end the run
             run.stop()

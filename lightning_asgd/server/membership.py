@@ -440,7 +440,7 @@ class Membership:
         elif 0 < left < self.policy.min_workers and heard:  # else it may be this process's network that is down
             why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
         if why:
-            self.end(f"{why} Start the job again from its last checkpoint: with a Trainer, fit(..., ckpt_path='last').")
+            self.end(f"{why} Start the job again from its last checkpoint (trainer.fit(..., ckpt_path='last')).")
         return bool(why)
 
 

@@ -35,10 +35,11 @@ from lightning_asgd.transports import registry
 from lightning_asgd.transports.rendezvous import Rendezvous
 from lightning_asgd.transports.transport import NetworkDownError
 
-__all__ = ["UNWRITTEN", "ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
+__all__ = ["QUIET_ENV", "UNWRITTEN", "ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
 
 log = logging.getLogger(__name__)
 
+QUIET_ENV = "LIGHTNING_ASGD_QUIET_SERVERS"  # set where a worker logs the run's events in the same terminal
 UNWRITTEN = 3  # exit code of a server that could not write its snapshot, where it had to
 _TICK_S = 0.25
 _START_S = 60.0
@@ -182,7 +183,7 @@ def _report_gone(service: Service) -> None:
 def _log_events(service: Service, heard: int) -> int:
     """Log what has happened in a run since ``heard`` events, on its first server; returns their number now."""
     session = service.session
-    if session is None or session.members.index or not service.state.registry.name:
+    if session is None or session.members.index or not service.state.registry.name or QUIET_ENV in os.environ:
         return heard
     events = session.members.events_after(heard)
     for event in events:

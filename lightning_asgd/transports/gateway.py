@@ -338,7 +338,7 @@ class _Relay:
         self._watch(ahead, selectors.EVENT_WRITE, lambda _: self._join(caller, ahead))
 
     def _turn_away(self, caller: _Caller, error: int | None) -> None:
-        """Close a connection that leads nowhere. A refusal shows that a server is gone: strangers may get its port."""
+        """Close a connection that leads nowhere. A server that refuses is forgotten: a stranger may get its port."""
         gone = error == errno.ECONNREFUSED
         if gone:
             self._servers.pop(_number(caller.said), None)

@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
+from lightning_asgd.islands.island_group import peer_has_ended
 from lightning_asgd.islands.island_synchronizer import IslandSynchronizer, set_up_island
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.layout import Groups, Role
@@ -335,3 +336,15 @@ def test_an_island_that_has_described_no_parts_is_refused() -> None:
     island = Island()
     failed = island.service.handle(Exchange("s", 1, 1, 0, True, True, island=1))
     assert "have not said which parts they exchange" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer"), True),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # of a program's own connection
+    ],
+)
+def test_only_gloo_tells_that_another_process_has_ended(error: Exception, ended: bool) -> None:
+    assert peer_has_ended(error) is ended

@@ -55,4 +55,20 @@ import sys
 sys.excepthook = lambda kind, error, trace: print("mine:", error, trace is not None, file=sys.stderr)
 """
     assert said("raise ValueError('wrong')", hook) == (1, ["mine: wrong True"])
+    assert said("raise WorkerLostError('it is gone')", hook) == (1, ["mine: it is gone False"])
     assert said("raise ValueError('wrong')")[1][0] == "Traceback (most recent call last):"
+
+
+def test_the_error_that_came_first_is_shown() -> None:
+    _, lines = said("""
+try:
+    raise ValueError("wrong")
+finally:
+    raise ServerLostError("it is gone")
+""")
+    assert "ValueError: wrong" in lines
+
+
+def test_an_attribute_of_a_programs_own_error_hides_nothing() -> None:
+    _, lines = said("error = ValueError('wrong')\nerror.brief = True\nraise error")
+    assert lines[0] == "Traceback (most recent call last):"
