@@ -87,7 +87,7 @@ class Job:
             assert not ended, f"ended by themselves: {ended}\n{self.lines}"
             assert time.monotonic() < until, f"does not train after {START_S:g} s\n{self.lines}"
             time.sleep(0.05)
-        time.sleep(0.5)
+        time.sleep(2.0)  # the lines about who has joined
 
     def end(self) -> list[str]:
         """Stop all that is left; returns what of it should not be."""
