@@ -220,7 +220,7 @@ def train_really(cell: Cell, row: str) -> None:
         strategy = "ddp_fork" if cell.way == "DDP" else ASGDStrategy(start_method="fork")
         options: dict[str, Any] = {"precision": "bf16-mixed"} if row == REAL[1] else {}
         if row == REAL[2] and cell.way != "DDP":
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**140)  # larger than any number of 32 bits
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)  # with which gradients of 16 bits are infinite
             options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         saves = pl.callbacks.ModelCheckpoint("checkpoints", save_last=True)
