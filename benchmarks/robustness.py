@@ -290,7 +290,7 @@ def table(found: dict[tuple[Cell, str], float]) -> bool:
             if not pairs:
                 texts.append("")
                 continue
-            mean, error = difference(pairs) if len(pairs) > 1 else (pairs[0], math.nan)
+            mean, error = difference(pairs) if len(pairs) > 1 else (pairs[0], math.inf)
             worse = -mean if data.measure == "accuracy" else mean
             bad = nan or (row in VIRTUAL and VIRTUAL[row].rate != 1 and worse > GOAL[data.measure])
             good &= not bad

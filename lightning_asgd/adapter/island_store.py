@@ -10,15 +10,19 @@ import datetime
 import functools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports.addresses import LOOPBACK, interface_of
 
-__all__ = ["meet_in", "offer", "stay_on_this_machine"]
+__all__ = ["meet_in", "offer", "place_of_script", "stay_on_this_machine"]
 
+_MEETING_ENV = "LIGHTNING_ASGD_MEETING"
+_met: Counter[str] = Counter()  # how often this process has met others in a file
 _GLOO_ENV = "GLOO_SOCKET_IFNAME"
 _PATIENCE = datetime.timedelta(minutes=30)  # as torch's for a group; a file's own is five minutes
 
@@ -29,9 +33,20 @@ def offer() -> str:
         return f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"
 
 
+def place_of_script(*, starts: bool) -> str:
+    """The file where a script meets the copies of it that Lightning ``starts`` from it, or did; else empty."""
+    path, places = os.environ.get(_MEETING_ENV, ""), (f"/proc/{os.getpid()}/", f"/proc/{os.getppid()}/")
+    if starts and not path.startswith(places[0]):
+        os.environ[_MEETING_ENV] = path = offer()
+    return path if path.startswith(places) else ""
+
+
 @contextlib.contextmanager
 def meet_in(path: str, size: int) -> Iterator[None]:
-    """Have torch's default group of ``size`` meet in a file. Raises a ``LaunchError`` if it cannot be opened."""
+    """Have torch's default group meet in a file, if one is given. Raises a ``LaunchError`` if it cannot be opened."""
+    if not path or dist.is_initialized():
+        yield
+        return
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # stays open: torch opens the store's path whenever it reads
     except OSError as error:
@@ -39,7 +54,9 @@ def meet_in(path: str, size: int) -> Iterator[None]:
             f"The file in which an island's processes meet cannot be opened: {error}. Expected its first process to "
             "run, as the same user and in the same container."
         ) from error
-    store = dist.FileStore(f"/proc/self/fd/{file}", size)  # type: ignore[attr-defined]
+    files: Any = dist.FileStore(f"/proc/self/fd/{file}", size)  # type: ignore[attr-defined]
+    store: Any = dist.PrefixStore(str(_met[path]), files)  # type: ignore[attr-defined]
+    _met[path] += 1  # another group of this process finds nothing of the one before
     store.set_timeout(_PATIENCE)
     make = dist.init_process_group
     dist.init_process_group = functools.partial(make, store=store)

@@ -77,6 +77,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     _inside: Any
     _resume: Resumption
     _division: Division | None = None  # of a Trainer that hosts the run itself
+    _meeting = ""  # the file in which the processes of another one meet
     _group: IslandGroup | None = None
     _membership: IslandFleet | None = None
     fit_session: IslandSession | None = None
@@ -125,7 +126,10 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                     f"island={size} was given with server=... to a Trainer with devices={mine.num_processes} and "
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
-            self.make_lightnings_launcher()
+            launcher = self.make_lightnings_launcher()
+            if mine.num_nodes == 1 and private_names.is_a(launcher, private_names.script_launcher):
+                starts = not mine.cluster_environment.creates_processes_externally
+                self._meeting = island_store.place_of_script(starts=starts)
             return None
         timeouts = self.options.config.timeouts
         about = self.options.num_servers, self.options.transport
@@ -148,11 +152,13 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         """Make the island's process group, and attach to the run."""
         mine: Any = self
         trainer = mine.lightning_module.trainer
+        if self._division is not None or self._meeting:
+            self._undo = (island_store.stay_on_this_machine(),)
         if self._division is None:
-            super().setup_environment()  # type: ignore[misc]
+            with island_store.meet_in(self._meeting, mine.num_processes):
+                super().setup_environment()  # type: ignore[misc]
             self.check_trainer(trainer)
         else:
-            self._undo = (island_store.stay_on_this_machine(),)
             with self._division.enter(self):
                 super().setup_environment()  # type: ignore[misc]
             self._division.speak()

@@ -68,12 +68,7 @@ class LeasedLoop(Live):
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        membership: AnyFleet,
-        leases: DataLeases,
-        resumed: Mapping[str, Any],
-        data: LeasedData,
+        self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any], data: LeasedData
     ) -> None:
         self.trainer, self.leases, self._data = trainer, leases, data
         self._membership = membership

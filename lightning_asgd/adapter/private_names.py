@@ -425,9 +425,10 @@ class CommonHooks:
         made = {name.attribute for name in (optimizers, wrapped_optimizers)}
         return {name: [] if name in made else value for name, value in vars(self).items()}
 
-    def make_lightnings_launcher(self) -> None:
-        """Have Lightning's own launcher, if any."""
+    def make_lightnings_launcher(self) -> Any:
+        """Have Lightning's own launcher, and return it; None if others start the processes."""
         super()._configure_launcher()  # type: ignore[misc]
+        return self._launcher
 
     def _configure_launcher(self) -> None:
         self._launcher = self._make_launcher() or self._launcher  # type: ignore[attr-defined]

@@ -237,12 +237,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         return self._wait(look, what, key, timeout_s, foreign_s=_FOREIGN_S if key in ("job", "run") else math.inf)
 
     def server(
-        self,
-        index: int,
-        key: str,
-        timeout_s: float,
-        other_than: str = "",
-        check: Callable[[], None] = lambda: None,
+        self, index: int, key: str, timeout_s: float, other_than: str = "", check: Callable[[], None] = lambda: None
     ) -> str:
         """Wait for the address of a server or its replacement, other than that of a server that is lost.
 

@@ -31,12 +31,7 @@ class SharedWeights(Synchronizer):
     moved = False
 
     def __init__(
-        self,
-        collectives: Collectives,
-        layout: Layout,
-        places: Sequence[Place],
-        algorithm: Hogwild,
-        num_servers: int,
+        self, collectives: Collectives, layout: Layout, places: Sequence[Place], algorithm: Hogwild, num_servers: int
     ) -> None:
         self.layout = layout
         self.stats = ExchangeStats()

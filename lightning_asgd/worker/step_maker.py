@@ -33,10 +33,7 @@ class StepMaker:
     """Reads the shards of one epoch like :class:`StreamReader`; ``collate`` makes a batch of a list of samples."""
 
     def __init__(
-        self,
-        read: Callable[[int, int], Iterator[Any]],
-        ends: Sequence[int],
-        collate: Callable[[list[Any]], Any],
+        self, read: Callable[[int, int], Iterator[Any]], ends: Sequence[int], collate: Callable[[list[Any]], Any]
     ) -> None:
         self._ends = ends
         self._shards = OpenShards(read, ends)

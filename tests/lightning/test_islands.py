@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +25,11 @@ from lightning_asgd.adapter import data_mode
 from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
+from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.ports import free_port
+from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 from tests.lightning.test_processes import wait_until
@@ -359,3 +364,51 @@ def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:
         ConfigurationError, match="Expected 'ddp', a number of devices, or a DDPStrategy or ModelParallelStrategy"
     ):
         trainer(tmp_path, ASGDStrategy(island="fsdp", server="127.0.0.1:1", run_id="r"))
+
+
+ATTACHED = """
+import json, sys
+from pathlib import Path
+
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader
+
+from lightning_asgd import ASGDStrategy
+from tests.helpers.meeting import how_it_met
+from tests.lightning.test_islands import Counting, numbered
+
+folder, address = Path(sys.argv[1]), sys.argv[2]
+
+
+class Met(Counting):
+    def on_train_end(self):
+        (folder / f"met{number}{self.global_rank}.json").write_text(json.dumps(how_it_met()))
+
+
+for number in (0, 1):
+    island = ASGDStrategy(nsync=3, island="ddp", server=address, run_id="islands")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=island, max_epochs=1 + number, **quiet)
+    trainer.fit(Met(folder / f"{number}.mark", sharded=False), DataLoader(numbered(), batch_size=4))
+"""
+
+
+def run_script(folder: Path, address: str) -> None:
+    """Run a program as a script, with the secret of the run's servers."""
+    to_file(folder / "script.log")
+    secret = {name: value for name, value in os.environ.items() if name == SECRET_ENV}
+    os.chdir(folder)
+    os.execve(sys.executable, [sys.executable, "script.py", str(folder), address], environment(**secret))
+
+
+@pytest.mark.slow
+def test_an_island_of_its_own_meets_in_a_file_where_lightning_starts_it(run: Any, tmp_path: Path, mains: Any) -> None:
+    address, _ = run
+    (tmp_path / "script.py").write_text(ATTACHED)
+    script = mains(target=run_script, args=(tmp_path, address))
+    script.start()
+    script.join(120)
+    assert script.exitcode == 0, (tmp_path / "script.log").read_text()[-4000:]
+    for number, rank in itertools.product((0, 1), (0, 1)):
+        met = json.loads((tmp_path / f"met{number}{rank}.json").read_text())
+        assert met == {"store": "FileStore", "listens": ["127.0.0.1"]}
