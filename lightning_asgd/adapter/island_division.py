@@ -117,7 +117,7 @@ class Division:
             island = rank // self._size
             others = range(island * self._size, (island + 1) * self._size)
             overseer.excuse(*others)
-            if code and (island not in lost or (code < 0 and code != -signal.SIGTERM)):  # which the others get
+            if code and (island not in lost or (code < 0 and code != -signal.SIGTERM)):  # the others get SIGTERM
                 lost.add(island)
                 self.run.tell(_prepared(island), True)  # the next island may wait for it
                 overseer.terminate(*others)  # it may take long until they notice that one of them is lost

@@ -34,7 +34,7 @@ def offer() -> str:
 
 
 def place_of_script(*, starts: bool) -> str:
-    """The file where a script meets the copies of it that Lightning ``starts`` from it, or did; else empty."""
+    """The file where the main script, which ``starts`` the others, meets them; empty if Lightning starts no scripts."""
     path, places = os.environ.get(_MEETING_ENV, ""), (f"/proc/{os.getpid()}/", f"/proc/{os.getppid()}/")
     if starts and not path.startswith(places[0]):
         os.environ[_MEETING_ENV] = path = offer()

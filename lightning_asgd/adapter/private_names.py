@@ -426,7 +426,7 @@ class CommonHooks:
         return {name: [] if name in made else value for name, value in vars(self).items()}
 
     def make_lightnings_launcher(self) -> Any:
-        """Have Lightning's own launcher, and return it; None if others start the processes."""
+        """Have Lightning's own launcher, if any, and return it."""
         super()._configure_launcher()  # type: ignore[misc]
         return self._launcher
 

@@ -293,7 +293,7 @@ class IslandGroup:
 
 
 def peer_has_ended(error: BaseException) -> bool:
-    """Whether gloo raised an error since another process has ended. A program's own connections may break, too."""
+    """Whether gloo raised an error because another process has ended. A program's own connections may break, too."""
     return isinstance(error, RuntimeError) and "/gloo/" in str(error) and " by peer" in str(error)
 
 

@@ -33,7 +33,7 @@ def end_briefly(error: BaseException) -> None:
 
 
 def _install() -> None:
-    """For the rest of the program: an error ends it after what has raised it is closed."""
+    """Install the hook for good: an uncaught error is shown after the loop has been left."""
     if getattr(sys.excepthook, "func", None) is not _show:
         sys.excepthook = partial(_show, sys.excepthook)
 
@@ -58,7 +58,7 @@ class Interruptions:
     While :attr:`defers` is set a signal is kept until :meth:`raise_now`; else it is raised at once, as is a second one,
     as an exception, so that a program's ``finally`` blocks run; see :func:`raised_by`. One SIGTERM is ignored after
     SIGUSR1, since SLURM sends both, and one after :meth:`leave`. A program's own handlers are left alone, but for those
-    of the module that it ``replaces``. Lost servers and workers end the program with one line from then on.
+    of the module that it ``replaces``. From then on a lost server or worker ends the program with one line.
     """
 
     def __init__(self, *, replaces: str = "") -> None:
