@@ -72,7 +72,7 @@ def main() -> int:
     for name, (inputs, hidden) in WIDTHS.items():
         pl.seed_everything(0, verbose=False)
         model, blocks = Model([inputs, *hidden, 10]), Blocks()
-        samples = (2 * args.pairs + 3) * STEPS * BATCH  # the first pair, and the one that is not complete, are left out
+        samples = (2 * args.pairs + 3) * STEPS * BATCH  # of three more blocks two warm up, and one ends untimed
         data = TensorDataset(torch.randn(4096, inputs), torch.randint(10, (4096,)))
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[blocks], **quiet)

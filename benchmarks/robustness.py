@@ -1,4 +1,4 @@
-"""A-SGD with its defaults beside DDP when something is amiss: speeds, delays, comings and goings, rates, precisions.
+"""A-SGD with its defaults beside DDP when something is amiss: speeds, delays, joins and losses, rates, precisions.
 
     python benchmarks/robustness.py                  # half an hour on two cores; continues where it was interrupted
     python benchmarks/robustness.py --seeds 1
@@ -8,10 +8,10 @@ The text and the graph of benchmarks/accuracy_sets.py, SGD with momentum and Ada
 amiss there; only where the learning rate is three times as large DDP's is so too. Two kinds of rows:
 
 - in virtual time, where a seed gives the same bits on any day: one of four workers four times slower, replies that
-  arrive up to ten steps late, workers that join one after the other, one worker to which 15 others come and of which 12
-  are lost again, and learning rates three times as large;
+  arrive up to ten steps late, workers that join one after the other, one worker that 15 others join, of which 12 are
+  lost later, and learning rates three times as large;
 - in real processes, the text with AdamW: a checkpoint of four workers resumed on 16, as DDP does it too; bfloat16; and
-  a GradScaler whose first scale is far too large, so that it skips steps.
+  a GradScaler whose first scale is far too large, so that it skips steps (DDP has 32 bits there).
 
 Differences from DDP are taken by seed: the mean and its standard error. Exits with 1 if training ends in NaN where
 DDP's does not, or if with the large learning rates A-SGD is beyond the goal of benchmarks/accuracy_sets.py.
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Row:
     speeds: tuple[float, ...] = (1.0,) * WORKERS
     reply_s: float = REPLY_S
     joins: tuple[float, ...] = ()
-    losses: tuple[float, ...] = field(default=())  # of the latest workers
+    losses: tuple[float, ...] = ()  # of the latest workers
     rate: float = 1.0
 
 

@@ -33,7 +33,7 @@ def end_briefly(error: BaseException) -> None:
 
 
 def _install() -> None:
-    """Install the hook for good: an uncaught error is shown after the loop has been left."""
+    """Set the hook, and never remove it: Python calls it after the program has left its loop."""
     if getattr(sys.excepthook, "func", None) is not _show:
         sys.excepthook = partial(_show, sys.excepthook)
 

@@ -109,7 +109,7 @@ class ASGDTrainer:
         interruptions = Interruptions(replaces="ray._private.worker")  # whose handlers Ray's core has replaced in C
         try:
             interruptions.defers = True
-            while not run._ended.wait(_POLL_S) and not interruptions.came:
+            while not (run._ended.wait(_POLL_S) or interruptions.came):
                 pass
             interruptions.raise_now()
             return run.result()

@@ -25,7 +25,7 @@ from tests.helpers.holding import await_file
 from tests.lightning.models import Regression, dataset, loader, trainer
 
 SAMPLES, BATCH = 128, 4  # 32 batches, 16 for each of two workers
-LARGER = 6  # small enough for a first grant of a whole step of three batches, whoever asks first
+LARGER = 6  # worker 1's first grant is three whole batches of this size, even if worker 0 asks before it
 
 
 class Numbered(Dataset[Any]):
