@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import signal
+import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -58,6 +59,7 @@ class Division:
         self.islands = num_nodes * len(devices) // size
         self._place: IslandPlace | None = None
         self._turn = False  # whether the next island waits for this process
+        self._own_lost = threading.Event()  # in the main process: once it has named the process that its island lost
 
     @property
     def place(self) -> IslandPlace:
@@ -106,6 +108,11 @@ class Division:
         if not self.is_first:
             become_global_zero(self.place.island * self._size + self.place.rank)
 
+    def await_report(self) -> None:
+        """In the main process, whose island has lost a process: wait until that is named, for a second at most."""
+        if self.run.is_main:
+            self._own_lost.wait(1.0)
+
     def watch(self) -> Callable[[], None]:
         """In the main process: expect a process to end whose island is lost. Returns a function that ends this."""
         overseer = supervisor.current()
@@ -121,10 +128,10 @@ class Division:
                 lost.add(island)
                 self.run.tell(_prepared(island), True)  # the next island may wait for it
                 overseer.terminate(*others)  # it may take long until they notice that one of them is lost
-                log.warning(
-                    "Island %d is lost: its process %d ended with exit code %d. The other islands continue without it.",
-                    *(island, pid, code),
-                )
+                then = "The other islands continue without it" if island else "The job ends with it"
+                log.warning("Island %d is lost: its process %d ended with code %d. %s.", island, pid, code, then)
+                if self.place.island == island:
+                    self._own_lost.set()
 
         overseer.on_worker_exit(report)
         return lambda: overseer.on_worker_exit(None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.transports.addresses import LOOPBACK, interface_of
 
-__all__ = ["meet_in", "offer", "place_of_script", "stay_on_this_machine"]
+__all__ = ["meet_in", "offer", "offered", "place_of_script", "stay_on_this_machine"]
 
 _MEETING_ENV = "LIGHTNING_ASGD_MEETING"
 _met: Counter[str] = Counter()  # how often this process has met others in a file
@@ -31,6 +31,13 @@ def offer() -> str:
     """Make the file of one meeting, for as long as this process lives: its path for the others."""
     with tempfile.TemporaryFile() as file:
         return f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}"
+
+
+@contextlib.contextmanager
+def offered() -> Iterator[str]:
+    """Make a file for the meetings of processes that are started within the block: its path."""
+    with tempfile.TemporaryFile() as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 def place_of_script(*, starts: bool) -> str:

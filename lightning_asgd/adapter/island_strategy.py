@@ -68,6 +68,17 @@ def become_island(strategy: Any, tree: Tree, accelerator: Any) -> None:
     private_names.accelerator.set_of(strategy, accelerator)
 
 
+class MeetingLauncher:
+    """Lightning's launcher of forked or spawned processes, which meet in a file."""
+
+    island: IslandStrategy
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes, and wait for them."""
+        with island_store.offered() as self.island._meeting:
+            return super().launch(*args, **kwargs)  # type: ignore[misc]
+
+
 class IslandStrategy(private_names.CommonHooks, Takeable):
     """One process of an island; see :class:`~lightning_asgd.ASGDStrategy`. Extends Lightning's strategy inside it."""
 
@@ -127,9 +138,15 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
             launcher = self.make_lightnings_launcher()
-            if mine.num_nodes == 1 and private_names.is_a(launcher, private_names.script_launcher):
+            if mine.num_nodes > 1:
+                return None
+            if private_names.is_a(launcher, private_names.script_launcher):
                 starts = not mine.cluster_environment.creates_processes_externally
                 self._meeting = island_store.place_of_script(starts=starts)
+            elif private_names.is_a(launcher, private_names.multi_process_launcher):
+                meeting = object.__new__(self.tree.derive(MeetingLauncher, "MultiProcessLauncher"))
+                vars(meeting).update(vars(launcher), island=self)
+                return meeting
             return None
         timeouts = self.options.config.timeouts
         about = self.options.num_servers, self.options.transport
@@ -250,6 +267,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         if self._alone:
             if peer_has_ended(exception):
                 end_briefly(exception)
+                if self._division is not None:
+                    self._division.await_report()
             self._report(exception)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -7,6 +7,7 @@ process, and one worker's death does not end the others (Lightning's observer wo
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable
@@ -131,10 +132,12 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""
-        with rank_variables.launching(), rank_variables.naming():
+        rank_variables.use_folder(None)  # not a parent's, which outlives this process
+        folder, watch = multiprocessing.util.get_temp_dir(), supervisor.ensure_watch()
+        watch.remove_at_end(folder)
+        with rank_variables.launching(folder), rank_variables.naming():
             processes = self.start_scripts()
         ScriptLauncher._started = 1 + len(processes)
-        watch = supervisor.ensure_watch()
         for local_rank, process in enumerate(processes, start=1):
             watch.add_worker(first + local_rank, process)
 

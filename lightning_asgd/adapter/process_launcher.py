@@ -84,15 +84,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         """Leave out the processes: libraries save a strategy together with a model."""
         return {**self.__dict__, "processes": [], "_last": None, "_queue": None}
 
-    @property
-    def _sent(self) -> Path:
-        """A file that exists once the chief has sent its results."""
-        return Path(self._folder, "sent")
-
-    @property
-    def _secret(self) -> Path:
-        """A file with the job's secret: a fork server that an earlier part of the program has started lacks it."""
-        return Path(self._folder, "secret")
+    def _file(self, name: str) -> Path:
+        return Path(self._folder, name)
 
     @property
     def _sends_results(self) -> bool:
@@ -139,7 +132,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         code: int | None = worker.process.exitcode
         if code is None or (code and self.policy.abort):
             return code
-        sent = self._sent.exists()
+        sent = self._file("sent").exists()
         if sent and not code:
             self._start_grace_period()
         if code and not worker.reported:
@@ -173,8 +166,8 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         self.job.begin(surroundings_of(environment, 1), self.strategy.tree.say, is_main=True)
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
         supervisor.ensure_watch().remove_at_end(self._folder)
-        if self.start_method == "forkserver":
-            self._secret.write_text(json.dumps(job_secret.variables()))
+        if self.start_method == "forkserver":  # which an earlier part of the program may have started
+            self._file("secret").write_text(json.dumps(job_secret.variables()))
         try:
             with self._passing_on():
                 results = self._launch(function, args, trainer, kwargs)
@@ -238,14 +231,15 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 raise private_names.sigterm.imported(self.strategy.tree)
         _mp._prctl_pr_set_pdeathsig(0)  # torch's SIGINT at the main process's end would prevent a last checkpoint
         if self.start_method == "forkserver":
-            job_secret.take(json.loads(self._secret.read_text()))
+            job_secret.take(json.loads(self._file("secret").read_text()))
         rank_variables.note_main(os.getppid())
+        rank_variables.use_folder(self._folder)
         with rank_variables.owning():
             os.environ["LOCAL_RANK"] = str(local_rank)  # as Lightning does next
         try:
             run()
             if self._sends_results:
-                self._sent.touch()
+                self._file("sent").touch()
         except BaseException as error:
             # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
             # here.
@@ -293,7 +287,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         ended, and a worker that puts more there than the pipe takes (64 KiB) never ends.
         """
         strategy = trainer.strategy
-        path = Path(self._folder, "results")
+        path = self._file("results")
         path.write_bytes(pickle.dumps((strategy.stats, strategy.samples)))
         return {"lightning_asgd": str(path)}
 

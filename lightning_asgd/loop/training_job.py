@@ -361,7 +361,10 @@ class TrainingJob:
         """Connect to where the servers are announced, wherever that is: their host may be lost meanwhile."""
         deadline = time.monotonic() + self.start_timeout_s
         while True:
-            self._locate()
+            if self.hosts is not None:
+                self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
+            elif self.finder is not None and self.finder.several:
+                self.address = self.finder.locate(self.start_timeout_s)
             try:
                 wait_s = min(_FIRST_S if self._is_first else _ATTEMPT_S, self.start_timeout_s)
                 return self._rendezvous(wait_s if self._may_be_elsewhere else None)
@@ -419,13 +422,6 @@ class TrainingJob:
                     if there.server(server, keys[server], 0.0) != connected[server]:
                         found.append(server)
         return found
-
-    def _locate(self) -> None:
-        """If the host of the servers is lost, wait until another worker, or another host of a run, hosts them."""
-        if self.hosts is not None:
-            self.address = self.hosts.locate(self._take_over, self.start_timeout_s)
-        elif self.finder is not None and self.finder.several:
-            self.address = self.finder.locate(self.start_timeout_s)
 
     def look_for_host(self) -> bool:
         """Look once for another worker that hosts the servers; whether there is one."""

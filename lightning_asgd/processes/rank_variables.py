@@ -34,6 +34,7 @@ __all__ = [
     "number",
     "owning",
     "set_by_others",
+    "use_folder",
 ]
 
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
@@ -132,9 +133,9 @@ def owning() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def launching() -> Iterator[None]:
-    """Let processes that are started within the block be workers of this job; the variables it sets are owned."""
-    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": sorted(set_by_others())})
+def launching(folder: str) -> Iterator[None]:
+    """Let processes that are started within the block be workers, which use a ``folder``; own the variables it sets."""
+    os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": sorted(set_by_others()), "folder": folder})
     try:
         with owning():
             yield
@@ -149,6 +150,7 @@ def detect() -> bool:
     if launched is not None:
         told = _read(RENDEZVOUS_ENV, launched, "given")
         _address = told["address"]
+        use_folder(told.get("folder"))
         if os.environ.get("NODE_RANK", "0") == "0":  # elsewhere the parent has started no servers
             note_main(os.getppid())
         _write_note({name: value for name, value in _present().items() if name not in told["given"]})
@@ -166,6 +168,11 @@ def detect() -> bool:
     for name in inherited:
         os.environ.pop(name, None)
     return bool(inherited) and not {"RANK", "LOCAL_RANK"} & _present().keys()
+
+
+def use_folder(folder: str | None) -> None:
+    """Have this process's and its loaders' sockets in one folder: a loader that is killed cannot remove its own."""
+    multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def _present() -> dict[str, str]:

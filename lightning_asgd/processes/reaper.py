@@ -2,8 +2,8 @@
 
 :func:`start` runs ``python -m lightning_asgd.processes.reaper PARENT``, which reads lines ``add PID STARTED`` and
 ``remove FOLDER`` from its standard input. When the input ends or the parent is another one, it gives the processes time
-to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders. Imports
-neither torch nor Lightning.
+to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders, unless the
+last line was ``keep``: the parent removes its own. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ def reap() -> int:
                 if what == "add":
                     pid, since = about.split()
                     watched[int(pid)] = since
-                else:
+                elif what == "remove":
                     folders.append(about)
+                else:  # keep
+                    folders.clear()
     _end(_alive(watched))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

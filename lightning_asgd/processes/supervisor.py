@@ -217,10 +217,9 @@ class Supervisor:
     def _end_reaper(self) -> None:
         """Unless workers are still finishing: then the reaper stays for them and goes with this process."""
         if self._reaper is not None and all(p.poll() is not None for p in self._workers.values()):
-            if self._reaper.stdin is not None:
-                self._reaper.stdin.close()
+            unneeded, self._reaper = self._reaper, None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._reaper.wait(_STOP_S)
+                unneeded.communicate(b"keep\n", _STOP_S)
         if self._former is not None:
             self._former._end_reaper()
 
@@ -268,7 +267,7 @@ class Supervisor:
             self._tell_reaper(f"add {pid} {reaper.started(pid)}")
 
     def remove_at_end(self, folder: str) -> None:
-        """Have a folder removed when this process is gone, even if it is killed."""
+        """Have a folder removed if this process is killed."""
         self._tell_reaper(f"remove {folder}")
 
     def _tell_reaper(self, line: str) -> None:

@@ -377,8 +377,9 @@ class _Relay:
                 return
             except OSError:
                 number = 0
-            if end.silent and _may_be_for_a_server(bytes(self._buffer[: min(number, _SIGNATURE)])):
-                number = 0
+            said = bytes(self._buffer[: min(number, _SIGNATURE)])
+            if end.silent and said[:1] == b"\xff" and (len(said) < _SIGNATURE or _number(said) >= _FIRST):
+                number = 0  # it may be for a server, not for the rendezvous
             end.silent = False
             if number:
                 self._send(end.other, self._buffer[:number])
@@ -409,11 +410,6 @@ class _Relay:
 def _number(said: bytes) -> int:
     """The number of the server that a connection is for, by what it begins with."""
     return int.from_bytes(said[1 : _SIGNATURE - 1], "big") - 1 if said[:1] == b"\xff" else 0
-
-
-def _may_be_for_a_server(said: bytes) -> bool:
-    """Whether a connection that has begun late is none to the rendezvous, or may be none."""
-    return said[:1] == b"\xff" and (len(said) < _SIGNATURE or _number(said) >= _FIRST)
 
 
 def _main() -> None:

@@ -74,7 +74,7 @@ class Connection:
         self.given_up = False  # whether a signal has ended a wait
         self.gone: set[int] = set()  # lost servers whose replacements this worker has not joined
         self._lost_servers: set[int] = set()  # servers to restore
-        self._being_restored: set[int] = set()
+        self.being_restored: set[int] = set()  # at present
         self._interrupt: Future[None] | None = None  # ends the present wait
 
     @property
@@ -141,11 +141,11 @@ class Connection:
             return self.wait_interruptibly(future, seconds)
         while not future.done():
             self.attend()
-            if self._being_restored and self._lost_servers - self._being_restored:
+            if self.being_restored and self._lost_servers - self.being_restored:
                 raise AnotherLost
             either = self._interrupt = Future()
             future.add_done_callback(lambda _, either=either: _set(either))  # type: ignore[misc]
-            if not self._lost_servers - self._being_restored and not self.wait_interruptibly(either, seconds):
+            if not self._lost_servers - self.being_restored and not self.wait_interruptibly(either, seconds):
                 return future.done()
         self._interrupt = None
         return True
@@ -180,7 +180,7 @@ class Connection:
 
     def attend(self) -> None:
         """Restore lost servers, if there are any. Called between two batches."""
-        if self._lost_servers and not self._being_restored:
+        if self._lost_servers and not self.being_restored:
             self._restore()
 
     @property
@@ -189,18 +189,13 @@ class Connection:
         return bool(self._lost_servers)
 
     @property
-    def being_restored(self) -> set[int]:
-        """Servers that are being restored now."""
-        return self._being_restored
-
-    @property
     def may_lack(self) -> list[int]:
         """Servers that are being restored, and may not have what the coordinator has answered."""
-        return [] if COORDINATOR in self._being_restored else sorted(self._being_restored)
+        return [] if COORDINATOR in self.being_restored else sorted(self.being_restored)
 
     def recover(self, error: ServerLostError) -> None:
         """Restore a server after an error, unless that is past. Raises the error if it is impossible."""
-        if self.restorer is None or self._being_restored or error.server is None:
+        if self.restorer is None or self.being_restored or error.server is None:
             raise error
         if self.concerns_present(error):
             self._lost_servers.add(error.server)
@@ -225,13 +220,13 @@ class Connection:
 
     def _restore(self) -> None:
         while self._lost_servers and self.restorer is not None:
-            servers = self._being_restored = set(self._lost_servers)
+            servers = self.being_restored = set(self._lost_servers)
             try:
                 self.restorer.restore(servers)
             except AnotherLost:
                 continue
             finally:
-                self._being_restored = set()
+                self.being_restored = set()
             self._lost_servers -= servers
             for server in servers:
                 self.restored[server] += 1

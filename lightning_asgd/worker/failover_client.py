@@ -171,8 +171,9 @@ class FailoverClient:
             for group in ({COORDINATOR} & set(servers), set(servers) - {COORDINATOR}):
                 part = self._part()
                 connection.ask_together({server: self._report(server, part) for server in group})
-            if COORDINATOR not in servers:  # the replacements would accept what the living server rejects
-                self._check_not_fenced()
+            # The replacements would accept what a living coordinator rejects.
+            if COORDINATOR not in servers and self._beat(COORDINATOR).fenced:
+                raise WorkerAwayError(f"Worker {connection.worker} was away. Expected it to rejoin.")
             for server in sorted(servers):
                 for log in logs:
                     log.replay(server)
@@ -223,11 +224,6 @@ class FailoverClient:
             members.left,
             self._client.metadata if coordinator else {},
         )
-
-    def _check_not_fenced(self) -> None:
-        """Ask the coordinator, which is authoritative, whether this worker was excluded: others may not know."""
-        if self._beat(COORDINATOR).fenced:
-            raise WorkerAwayError(f"Worker {self._connection.worker} was away. Expected it to rejoin.")
 
     def _beat(self, server: int) -> HeartbeatReply:
         beaten: HeartbeatReply = self._connection.result(

@@ -85,6 +85,7 @@ class ReadingPlan(Plan):
     """One epoch on a worker where samples are read shard by shard, and become batches once they have been read."""
 
     items: Sequence[Any] = ()
+    reader: Any = field(kw_only=True)
     drop_last: bool = field(kw_only=True, default=False)  # whether samples that are too few for a batch are left out
 
     @property
@@ -115,6 +116,19 @@ class ReadingPlan(Plan):
         """
         raise NotImplementedError
 
+    @property
+    def unread(self) -> int:  # type: ignore[override]
+        """Units that were granted and have not become batches yet."""
+        return int(self.reader.left)
+
+    def drop(self) -> None:
+        """Forget what was granted and has not become batches yet."""
+        self.reader.drop()
+
+    def close(self) -> None:
+        """The epoch is over."""
+        self.reader.close()
+
 
 @dataclass(frozen=True)
 class StreamPlan(ReadingPlan):
@@ -141,11 +155,6 @@ class StreamPlan(ReadingPlan):
     @property
     def _ahead(self) -> int:
         return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
-
-    @property
-    def unread(self) -> int:  # type: ignore[override]
-        """Units that were granted and have not become batches yet."""
-        return self.reader.left
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -178,14 +187,6 @@ class StreamPlan(ReadingPlan):
             batches = [replace(each, void=True) for each in self._cut(self.reader.any(size), first)]
         return batches, left_out
 
-    def drop(self) -> None:
-        """Forget what was granted and has not become batches yet."""
-        self.reader.drop()
-
-    def close(self) -> None:
-        """The epoch is over."""
-        self.reader.close()
-
 
 @dataclass(frozen=True)
 class ParallelPlan(ReadingPlan):
@@ -208,11 +209,6 @@ class ParallelPlan(ReadingPlan):
     def wants_more(self) -> bool:
         """Whether a process has too little to do."""
         return self.reader.steps < self.ahead
-
-    @property
-    def unread(self) -> int:  # type: ignore[override]
-        """Units that were granted and have not become batches yet."""
-        return self.reader.left
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -246,14 +242,6 @@ class ParallelPlan(ReadingPlan):
         if void and not batches:
             batches = [LeasedBatch(batch, first, 1, 0, void=True) for batch in self.reader.any(self.batch or 1)]
         return batches, left_out
-
-    def drop(self) -> None:
-        """Forget what was granted and has not become batches yet."""
-        self.reader.drop()
-
-    def close(self) -> None:
-        """The epoch is over."""
-        self.reader.close()
 
 
 def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:

@@ -260,7 +260,8 @@ class Replica:
         with torch.no_grad():
             for r, x in self._values(write=False):
                 pairs = zip(torch.split(x, r.sizes), torch.split(self._agreed(r).to(x.device), r.sizes), strict=True)
-                found |= {r.places[i][0]: None for i, pair in enumerate(pairs) if not _same_bits(*pair)}
+                changed = (i for i, pair in enumerate(pairs) if not torch.equal(*map(as_bytes, pair)))  # or NaN
+                found |= {r.places[i][0]: None for i in changed}
         names = [self.layout.tensors[index].name for index in found]
         return names if self.rows is None else [*names, *self.rows.changed()]
 
@@ -412,8 +413,3 @@ class Replica:
             for tensor, values in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(values.view(tensor.shape))
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two vectors are the same, also where they hold NaN."""
-    return torch.equal(as_bytes(one), as_bytes(other))

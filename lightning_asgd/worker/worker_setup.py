@@ -91,12 +91,13 @@ def set_up(
     if isinstance(algorithm, LayerWise):
         make_identical(collectives, module, trainable)
         kind = LayerGradients if training.closures else ProgramGradients
+        tied = len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
         return kind(
             client.connection,
             layout,
             module,
             algorithm,
-            training if not _tied(module) else replace(training, late_steps=False),
+            replace(training, late_steps=False) if tied else training,
             lambda: average(collectives, trainable_parameters(module)),
             one_machine=_on_one_machine(collectives),
         )
@@ -268,11 +269,6 @@ def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) 
             "start of the script: call seed_everything() first, or load them from a file."
         )
     return theirs
-
-
-def _tied(module: Module) -> bool:
-    """Whether a parameter has several places in the module."""
-    return len(list(module.named_parameters(remove_duplicate=False))) != len(list(module.named_parameters()))
 
 
 def _check_same(collectives: Collectives, layout: Layout, worker: int) -> None:

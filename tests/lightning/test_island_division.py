@@ -197,6 +197,7 @@ def test_the_job_ends_when_a_process_of_the_main_process_s_island_is_killed(job:
     wait_until(lambda: mark.exists() and mark.read_text() >= "1", 90, "training")
     started.process(1).send_signal(signal.SIGKILL)
     assert started.main.wait(30) == 1
+    assert "Island 0 is lost: its process" in started.output.read_text()
     wait_until(lambda: not started.left, 15, "the end of all processes")
 
 

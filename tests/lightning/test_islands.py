@@ -371,6 +371,7 @@ import json, sys
 from pathlib import Path
 
 import pytorch_lightning as pl
+from pytorch_lightning.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_asgd import ASGDStrategy
@@ -382,30 +383,36 @@ folder, address = Path(sys.argv[1]), sys.argv[2]
 
 class Met(Counting):
     def on_train_end(self):
+        number = self.trainer.max_epochs - 1
         (folder / f"met{number}{self.global_rank}.json").write_text(json.dumps(how_it_met()))
 
 
-for number in (0, 1):
-    island = ASGDStrategy(nsync=3, island="ddp", server=address, run_id="islands")
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=island, max_epochs=1 + number, **quiet)
-    trainer.fit(Met(folder / f"{number}.mark", sharded=False), DataLoader(numbered(), batch_size=4))
+if __name__ == "__main__":
+    for number in (0, 1):
+        inside = DDPStrategy(start_method=sys.argv[3])
+        island = ASGDStrategy(nsync=3, island=inside, server=address, run_id="islands")
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=island, max_epochs=1 + number, **quiet)
+        trainer.fit(Met(folder / f"{number}.mark", sharded=False), DataLoader(numbered(), batch_size=4))
 """
 
 
-def run_script(folder: Path, address: str) -> None:
+def run_script(folder: Path, address: str, start: str) -> None:
     """Run a program as a script, with the secret of the run's servers."""
     to_file(folder / "script.log")
     secret = {name: value for name, value in os.environ.items() if name == SECRET_ENV}
     os.chdir(folder)
-    os.execve(sys.executable, [sys.executable, "script.py", str(folder), address], environment(**secret))
+    os.execve(sys.executable, [sys.executable, "script.py", str(folder), address, start], environment(**secret))
 
 
 @pytest.mark.slow
-def test_an_island_of_its_own_meets_in_a_file_where_lightning_starts_it(run: Any, tmp_path: Path, mains: Any) -> None:
+@pytest.mark.parametrize("start", ["popen", "fork", "spawn"])
+def test_an_island_of_its_own_meets_in_a_file_where_lightning_starts_it(
+    run: Any, tmp_path: Path, mains: Any, start: str
+) -> None:
     address, _ = run
     (tmp_path / "script.py").write_text(ATTACHED)
-    script = mains(target=run_script, args=(tmp_path, address))
+    script = mains(target=run_script, args=(tmp_path, address, start))
     script.start()
     script.join(120)
     assert script.exitcode == 0, (tmp_path / "script.log").read_text()[-4000:]

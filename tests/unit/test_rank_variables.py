@@ -106,7 +106,7 @@ def test_variables_that_are_set_later_are_owned_too() -> None:
 def test_a_launched_worker_keeps_its_variables_and_its_own_programs_have_none() -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     rank_variables.keep_address("127.0.0.1:5678")
-    with rank_variables.launching():
+    with rank_variables.launching("/loaders"):
         os.environ.update(MINE)
         children = dict(os.environ)
     assert RENDEZVOUS_ENV not in os.environ
@@ -128,7 +128,7 @@ def test_a_launched_worker_keeps_its_variables_and_its_own_programs_have_none() 
 def test_a_worker_that_replaces_its_program_stays_the_worker() -> None:
     again = f"import os, sys, lightning_asgd; os.execv(sys.executable, [sys.executable, '-c', {SHOW!r}])"
     rank_variables.keep_address("127.0.0.1:5678")
-    with rank_variables.launching():
+    with rank_variables.launching("/loaders"):
         os.environ.update(MINE)
         os.environ.update(dict(os.environ))
         worker = program((sys.executable, "-c", again))

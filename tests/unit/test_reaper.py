@@ -209,6 +209,13 @@ def test_folders_go_with_the_parent(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_stay_while_the_parent_needs_them(tmp_path: Path) -> None:
+    reaper = start()
+    reaper.communicate(f"remove {tmp_path}\nkeep\n".encode(), 20)
+    assert reaper.returncode == 0
+    assert tmp_path.is_dir()
+
+
 def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
     command = [sys.executable, "-m", "lightning_asgd.processes.reaper", str(2**22 + 1)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE)
