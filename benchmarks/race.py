@@ -9,7 +9,8 @@
 
 The digits CNN of examples/digits.py, batch 16, SGD with learning rate 0.05 and momentum 0.9, a validation per epoch.
 The clock runs from the beginning of training to the end of the first validation with an accuracy of 0.97. Local SGD is
-DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's nsync, from the first step on.
+DDP with PyTorch's post-local-SGD hook and averager, with the period of A-SGD's nsync, from the first step on. With two
+workers the fastest m of n would be one worker alone: race_text.py has it, with four.
 
 With --epoch the ideal is the speed of one worker alone plus the slow worker's share of that speed. The table also shows
 the sum of both workers' speeds when they train at once without exchanges. That sum is lower, because cores share
@@ -42,6 +43,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from network import Network, available, two_machines
+from race_table import draw, ratios, table
 from ranks import Slowness, clean_environment, run_ranks, told_of_errors
 from rich.console import Console
 from rich.markup import escape
@@ -286,23 +288,9 @@ def measure(
     return runs
 
 
-def ratios(runs: dict[str, list[dict[str, Any]]], system: str) -> list[float]:
-    """A-SGD's time divided by a system's, per repeat."""
-    return [a["reached_s"] / b["reached_s"] for a, b in zip(runs["A-SGD"], runs[system], strict=True)]
-
-
 def show(name: str, scenario: Scenario, runs: dict[str, list[dict[str, Any]]], goal: float) -> bool:
     """Print a table, and whether the targets are met."""
-    table = Table(title=f"{scenario.title}: seconds to an accuracy of {goal}", title_justify="left")
-    for heading in ("", "median", "min", "max", "A-SGD / this", "min", "max"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for system, results in runs.items():
-        times = [r["reached_s"] for r in results]
-        row = [f"{f(times):.2f}" for f in (statistics.median, min, max)]
-        if system != "A-SGD":
-            row += [f"{f(ratios(runs, system)):.3f}" for f in (statistics.median, min, max)]
-        table.add_row(system, *row)
-    CONSOLE.print(table)
+    CONSOLE.print(table(f"{scenario.title}: seconds to an accuracy of {goal}", runs))
     good = True
     for system, most in scenario.targets.items():
         if system not in runs:
@@ -329,22 +317,22 @@ def codes(seeds: int, epochs: int) -> bool:
                     f"  {seed + 1}/{seeds}  {name!s:<6} {result['accuracy'][-1]:.4f}  {result['bytes']:,} bytes"
                 )
     base = statistics.median(r["accuracy"][-1] for r in results["None"])
-    table = Table("", "accuracy", "bytes on the cable", "of those without", title="compression", title_justify="left")
+    shown = Table("", "accuracy", "bytes on the cable", "of those without", title="compression", title_justify="left")
     good = True
     for name, runs in results.items():
         accuracy = statistics.median(r["accuracy"][-1] for r in runs)
         traffic = statistics.median(r["bytes"] for r in runs)
         share = traffic / statistics.median(r["bytes"] for r in results["None"])
         good &= accuracy >= base - 0.01
-        table.add_row(name, f"{accuracy:.4f}", f"{traffic:,.0f}", f"1 / {1 / share:.2f}")
-    CONSOLE.print(table)
+        shown.add_row(name, f"{accuracy:.4f}", f"{traffic:,.0f}", f"1 / {1 / share:.2f}")
+    CONSOLE.print(shown)
     return good
 
 
 def epoch_times(names: Sequence[str], works: Sequence[str], repeats: int) -> bool:
     """An epoch's seconds, validation included, beside those of workers that add up their speeds."""
     headings = ("seconds", "min", "max", "of the ideal", "min", "max", "of both unconnected", "min", "max")
-    table = Table("", *headings, title=f"an epoch of 10 times the digits, or of {CNN_STEPS} steps")
+    shown = Table("", *headings, title=f"an epoch of 10 times the digits, or of {CNN_STEPS} steps")
     good = True
     for work, name in itertools.product(works, names):
         scenario = SCENARIOS[name]
@@ -370,36 +358,11 @@ def epoch_times(names: Sequence[str], works: Sequence[str], repeats: int) -> boo
                 f"both unconnected {both_s:.2f} s"
             )
         figures = [f"{f(v):.2f}" for v in (seconds, shares, real) for f in (statistics.median, min, max)]
-        table.add_row(f"{WORKS[work]}: {scenario.title}", *figures)
+        shown.add_row(f"{WORKS[work]}: {scenario.title}", *figures)
         good &= statistics.median(shares) <= EPOCH_TARGET
-    CONSOLE.print(table)
+    CONSOLE.print(shown)
     CONSOLE.print("[green]PASS[/]" if good else "[red]FAIL[/]", f"target: at most {EPOCH_TARGET:.2f} of the ideal")
     return good
-
-
-def draw(results: dict[str, dict[str, list[dict[str, Any]]]], file: Path) -> None:
-    """Bars of the medians with a dot for every run, on a logarithmic scale."""
-    from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
-
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(1 + 2.6 * len(results), 4), squeeze=False, sharey=True, layout="constrained"
-    )
-    for axis, (name, runs) in zip(axes[0], results.items(), strict=True):
-        for place, (system, each) in enumerate(runs.items()):
-            times = [r["reached_s"] for r in each]
-            axis.bar(place, statistics.median(times), color=SYSTEM_COLOURS[system])
-            axis.plot([place] * len(times), times, ".", color=PAPER["ink"], markersize=4)
-            axis.text(
-                place, statistics.median(times) * 1.06, f"{statistics.median(times):.1f}", ha="center", fontsize=8
-            )
-        axis.set_xticks(range(len(runs)), list(runs), fontsize=8, rotation=20)
-        axis.set_title(SCENARIOS[name].title, fontsize=9)
-        logarithmic(axis)
-    axes[0][0].set_ylabel("seconds to the accuracy")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
-    plt.close(figure)
 
 
 def main() -> int:
@@ -435,7 +398,11 @@ def main() -> int:
             folder.mkdir(exist_ok=True)
             content = {n: {"scenario": asdict(SCENARIOS[n]), "runs": runs} for n, runs in results.items()}
             (folder / "race.json").write_text(json.dumps(content, indent=1) + "\n")
-            draw(results, folder / "race.png")
+            draw(
+                {SCENARIOS[n].title: runs for n, runs in results.items()},
+                "seconds to the accuracy",
+                folder / "race.png",
+            )
         return 0 if good else 1
 
 
