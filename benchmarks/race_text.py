@@ -193,7 +193,7 @@ def turn(names: Sequence[str], systems: Sequence[str], seed: int, fastest: int, 
         results.setdefault(name, {}).setdefault(row, []).append(result)
         about = f"  {SCENARIOS[name].title:<32}{row:<10}{result['reached_s']:8.2f} s, {result['epochs']:.2f} epochs"
         if system == FASTEST:
-            about += f"; late by rank {result['late']}, steps missed {result['missed']}"
+            about += f", {sum(result['late'])} gradients late, {sum(result['missed'])} steps missed"
         CONSOLE.print(escape(about), "" if result["in_time"] else "[red](not reached)[/]")
 
 
