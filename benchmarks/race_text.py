@@ -6,13 +6,13 @@
 
 The character transformer of rules.py with AdamW, and four workers of one thread each. On two cores four equal workers
 would slow each other down, and one that sleeps would make the others faster. So all of them sleep before a step: with
-the CPU time of the previous one it then takes 50 ms, and a slow worker's 200 ms. Two of the workers are on each of the
+the CPU time of the previous one it then takes 80 ms, and a slow worker's 320 ms. Two of the workers are on each of the
 two machines that a cable of 100 Mbit/s joins. The worker alone is a fast one; its run counts in every scenario.
 
-The goal is the held-out loss with which DDP ends three epochs, with the same seed and equal workers. The clock runs
+The goal is the held-out loss with which DDP ends two epochs, with the same seed and equal workers. The clock runs
 from the beginning of training to the end of the first validation at or below it; there are four in an epoch. The
 learning rate is constant: if it fell to zero where DDP ends, a system that is behind by then would never arrive. The
-others may train for nine epochs. A run that has not reached the goal then counts with its whole time, and is marked.
+others may train for six epochs. A run that has not reached the goal then counts with its whole time, and is marked.
 
 What a validation measures is what a checkpoint would hold then: A-SGD's workers have the servers' weights, those of
 DDP and of the fastest m have the same ones by themselves, and local SGD's take their mean once more.
@@ -58,8 +58,8 @@ from lightning_asgd import ASGDStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-WORKERS, PERIOD, STEP_S = 4, 10, 0.05  # the period is local SGD's
-EPOCHS, MOST_EPOCHS, RUN_S = 3, 9, 400.0
+WORKERS, PERIOD, STEP_S = 4, 10, 0.08  # the period is local SGD's
+EPOCHS, MOST_EPOCHS, RUN_S = 2, 6, 400.0
 VALIDATED = 0.25  # of an epoch, between two validations
 SCENARIOS = {
     "equal": Scenario("equal workers"),
