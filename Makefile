@@ -73,7 +73,7 @@ bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SG
 monitor: $(VENV)/.installed-examples ## what it costs to log what the workers do
 	@$(RUN) benchmarks/monitor.py
 
-race: $(VENV)/.installed-examples ## seconds to an accuracy and to a loss, beside one worker, DDP, local SGD and the fastest 3 of 4: 75 minutes
+race: $(VENV)/.installed-examples ## seconds to an accuracy and to a loss, beside one worker, DDP, local SGD and the fastest 3 of 4: 80 minutes
 	@$(RUN) benchmarks/race.py
 	@$(RUN) benchmarks/race_text.py
 

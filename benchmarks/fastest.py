@@ -82,13 +82,14 @@ class Holder:
     def answer(self, link: socket.socket) -> None:
         """Serve a worker until it closes its link."""
         gradient = torch.empty_like(self.weights)
-        send(link, *self.after(-1))
-        while (step := receive(link)) is not None:
-            if self.admits(step):
-                send(link, step)  # of weights the number is higher
-                fill(link, gradient)
-                self.add(gradient)
-            send(link, *self.after(step))
+        with link:
+            send(link, *self.after(-1))
+            while (step := receive(link)) is not None:
+                if self.admits(step):
+                    send(link, step)  # of weights the number is higher
+                    fill(link, gradient)
+                    self.add(gradient)
+                send(link, *self.after(step))
 
 
 class Fastest(DDPStrategy):
@@ -108,7 +109,7 @@ class Fastest(DDPStrategy):
         self.late = 0  # gradients of this rank that were dropped
         self.missed = 0  # steps that others made while this rank computed such a gradient
         self._held = 0  # the step of this rank's weights
-        self._link: socket.socket | None = None
+        self._link: Any = None  # a socket, once training begins
         self._holder: int | None = None
 
     def configure_ddp(self) -> None:
@@ -138,6 +139,11 @@ class Fastest(DDPStrategy):
             self._offer(step)
         return loss
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._holder is not None:
+            os.kill(self._holder, signal.SIGKILL)  # it may wait for gradients that will not come
+
     def teardown(self) -> None:
         if self._link is not None:
             self._link.close()
@@ -147,7 +153,6 @@ class Fastest(DDPStrategy):
 
     def _offer(self, step: int) -> None:
         """Make the step with the others, or, if it is late, take what they have made."""
-        assert self._link is not None
         send(self._link, step)
         newest = receive(self._link)
         if newest == step:

@@ -46,9 +46,7 @@ def draw(results: Mapping[str, Runs], label: str, file: Path) -> None:
             times = [r["reached_s"] for r in each]
             axis.bar(place, statistics.median(times), color=SYSTEM_COLOURS.get(system, PAPER["teal"]))
             axis.plot([place] * len(times), times, ".", color=PAPER["ink"], markersize=4)
-            axis.text(
-                place, statistics.median(times) * 1.06, f"{statistics.median(times):.1f}", ha="center", fontsize=8
-            )
+            axis.text(place, max(times) * 1.04, f"{statistics.median(times):.1f}", ha="center", fontsize=8)
         axis.set_xticks(range(len(runs)), list(runs), fontsize=8, rotation=20)
         axis.set_title(title, fontsize=9)
         logarithmic(axis)

@@ -1,6 +1,6 @@
 """Seconds to DDP's final loss on text: one worker alone, DDP, local SGD, the fastest 3 of 4 workers, and A-SGD.
 
-    python benchmarks/race_text.py                        # all scenarios, 3 seeds: about 25 minutes
+    python benchmarks/race_text.py                        # all scenarios, 3 seeds: about half an hour
     python benchmarks/race_text.py --scenario straggler --seeds 1 --systems DDP fastest
     python benchmarks/race_text.py --fastest 2            # steps of the fastest 2 of 4 workers
 
