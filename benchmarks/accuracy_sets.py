@@ -114,6 +114,9 @@ class Muon(torch.optim.Optimizer):
         self._parts = parts
         muon = torch.optim.Muon([p for p in parts if p.dim() > 1], lr, 0.0, adjust_lr_fn="match_rms_adamw")
         self._each = [muon, torch.optim.AdamW([p for p in parts if p.dim() == 1], lr)]
+        self.param_groups += muon.param_groups  # which tell the gain what Muon trains, and how
+        self.state = muon.state
+        self.register_step_pre_hook(self._take)
 
     @property
     def _flat(self) -> Tensor:
@@ -123,13 +126,14 @@ class Muon(torch.optim.Optimizer):
         pieces = flat.split([math.prod(shape) for shape in self._shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
+    def _take(self, *_: Any) -> None:
+        cut = zip(self._parts, self._cut(self._flat.data), self._cut(self._flat.grad), strict=True)
+        for part, value, gradient in cut:
+            part.data, part.grad = value, gradient
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """As other optimizers."""
-        for part, value, gradient in zip(
-            self._parts, self._cut(self._flat.data), self._cut(self._flat.grad), strict=True
-        ):
-            part.data, part.grad = value, gradient
         for each in self._each:
             each.param_groups[0]["lr"] = self.param_groups[0]["lr"]
             each.step()

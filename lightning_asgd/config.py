@@ -199,11 +199,7 @@ def _check_others(timeouts: Any, offload: Any, gain: Any, rule: Algorithm) -> No
 
 
 def seconds(name: str, value: Any) -> float:
-    """Check that a setting is a time.
-
-    Raises:
-        ConfigurationError: it is not, or longer than clocks can be trusted with.
-    """
+    """Check a time: a number above 0, not longer than clocks can be trusted with, or a ``ConfigurationError``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
         return value
     raise ConfigurationError(

@@ -43,13 +43,7 @@ def parted(place: str) -> tuple[str, int]:
 
 
 def server_address(server: str, name: str = "server") -> tuple[str, int]:
-    """Host and port of ``"host:port"``, where an IPv6 address has brackets: ``"[fd00::1]:29400"``.
-
-    ``name`` is the argument's, for the error.
-
-    Raises:
-        ConfigurationError: it is something else.
-    """
+    """Host and port of ``"host:port"`` or ``"[fd00::1]:29400"``. Raises a ``ConfigurationError`` that has ``name``."""
     try:
         host, port = parted(server)
     except ValueError:

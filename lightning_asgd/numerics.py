@@ -45,10 +45,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value of real and imaginary parts, in one pass over memory; NaN if an element is.
-
-    It is 0 for no elements, and for whole numbers.
-    """
+    """The largest absolute value of real and imaginary parts; NaN if one is, 0 for no elements or whole numbers."""
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex) or not tensor.numel():
         return 0.0
     least, most = torch.aminmax(torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor)

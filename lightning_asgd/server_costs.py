@@ -70,11 +70,7 @@ class Calibration:
         return max(self.by_workers)
 
     def at(self, workers: int) -> ServerCosts | None:
-        """What was measured with that many workers, or with the next larger number.
-
-        Returns:
-            the costs; None if no measurement had that many workers.
-        """
+        """What was measured with that many workers, or with the next larger number; None if neither was."""
         measured = min((n for n in self.by_workers if n >= workers), default=None)
         return None if measured is None else self.by_workers[measured]
 

@@ -91,10 +91,7 @@ class CombinedData:
 
 
 class LeasedCombination(Replacement):
-    """Takes the place of combined dataloaders.
-
-    One dataloader makes the batches of all, with as many processes as they had together.
-    """
+    """Takes the place of combined dataloaders: one makes the batches of all, with the processes of all."""
 
     _loader: DataLoader[Any] | None = None
     _batches: Any = None  # an iterator

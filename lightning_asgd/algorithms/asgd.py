@@ -89,11 +89,7 @@ def factor(scale: str | float, push: Push) -> float:
 
 
 def parse_scale(scale: object) -> str | float:
-    """Check a user's ``scale``.
-
-    Raises:
-        ConfigurationError: it is neither ``"mean"``, ``"sum"`` nor a positive finite number.
-    """
+    """``scale`` as it is used; a ``ConfigurationError`` unless it is a positive number, ``"mean"`` or ``"sum"``."""
     if isinstance(scale, str) and scale in ("mean", "sum"):
         return scale
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0:

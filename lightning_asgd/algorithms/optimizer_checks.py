@@ -9,11 +9,7 @@ __all__ = ["needs_nesterov"]
 
 
 def needs_nesterov(algorithm: str, run: Run) -> None:
-    """Check that all optimizers are SGD with Nesterov momentum.
-
-    Raises:
-        ConfigurationError: one is not.
-    """
+    """Raise a ``ConfigurationError`` unless all optimizers are SGD with Nesterov momentum."""
     for optimizer in run.optimizers:
         if not all(group.get("nesterov") and group.get("momentum", 0) > 0 for group in optimizer.param_groups):
             raise ConfigurationError(

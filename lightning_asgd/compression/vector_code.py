@@ -39,20 +39,11 @@ class Compression(Configurable):
         return True
 
     def encode(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Code a vector.
-
-        Args:
-            values: shape ``(n,)``, finite; not changed.
-        """
+        """Code a vector: ``values``, shape ``(n,)``, are finite, and are not changed."""
         raise NotImplementedError
 
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
-        """Write what a code stands for.
-
-        Args:
-            coded: what :meth:`encode` returned.
-            out: shape ``(n,)``.
-        """
+        """Write what a code stands for: ``coded`` is what :meth:`encode` returned; ``out`` has the shape ``(n,)``."""
         raise NotImplementedError
 
 

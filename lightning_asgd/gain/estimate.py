@@ -8,6 +8,11 @@ With bias-corrected means :math:`\hat m` and :math:`\hat v` after *n* steps, :ma
 so :math:`\gamma = (\rho - c) / (1 - c)` estimates :math:`G^2 / (G^2 + \sigma^2)`, the signal's share of a squared
 gradient. The mean of N workers' gradients has the noise :math:`\sigma^2 / N`, thus DDP's steps are longer than a
 worker's by :math:`1 / \sqrt{\gamma + (1 - \gamma) / N}`: between 1 and :math:`\sqrt N`.
+
+Muon and Lion keep one running mean only, and their steps have one size whatever its own. What counts is the share of
+signal in that mean. Its cosine with the gradient that follows tells :math:`\kappa = \sigma^2 / G^2`:
+
+.. math::  \cos^2 = \frac{1}{(1 + \kappa) (1 + c \kappa)}, \qquad \gamma = \frac{1}{1 + c \kappa}
 """
 
 from __future__ import annotations
@@ -21,8 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Signal", "is_adam"]
+__all__ = ["Heading", "Signal", "signal_of"]
 
+Groups = Iterable[Mapping[str, Any]]
+States = Mapping[Any, Mapping[str, Any]]
+Summed = Callable[[Tensor], Tensor]
 _FRESH = 0.3  # weight of the latest estimate
 _ELEMENTS = 1 << 14  # looked at, evenly spread: the mean over more is the same, and takes longer
 
@@ -34,12 +42,7 @@ class Signal:
     above: float = 0.0
     span: float = 0.0
 
-    def add(
-        self,
-        groups: Iterable[Mapping[str, Any]],
-        state: Mapping[Any, Mapping[str, Any]],
-        summed: Callable[[Tensor], Tensor] = lambda sums: sums,
-    ) -> None:
+    def add(self, groups: Groups, state: States, summed: Summed = lambda sums: sums) -> None:
         """Look at an optimizer's states; ``summed`` adds up over the processes among which a DTensor is sharded."""
         moments = [found for group in groups for found in _moments(group, state)]
         every = math.ceil(sum(m.numel() for m, *_ in moments) / _ELEMENTS) | 1  # odd: not the same columns of each row
@@ -60,17 +63,54 @@ class Signal:
         self.above += fresh * (above / seen - self.above)
         self.span += fresh * (span / seen - self.span)
 
+    @property
+    def share(self) -> float:
+        """The share of signal, once something is known."""
+        return min(1.0, max(0.0, self.above / self.span))
+
     def gain(self, workers: float) -> float:
         """What a step of one of N workers is to be multiplied with; 1 while nothing is known."""
         if self.span <= 0 or workers <= 1:
             return 1.0
-        share = min(1.0, max(0.0, self.above / self.span))
-        return 1 / math.sqrt(share + (1 - share) / workers)
+        return 1 / math.sqrt(self.share + (1 - self.share) / workers)
 
 
-def is_adam(optimizer: Any) -> bool:
-    """Whether a class is a kind of Adam by its name. The states do not tell: LAMB's are the same."""
-    return any(re.search("adam(?!ax|od)", kind.__name__.lower()) for kind in type(optimizer).__mro__)
+@dataclass
+class Heading(Signal):
+    """The same for steps of one size, along a running mean of gradients: smoothed, its cosine with the gradient."""
+
+    noise: float = 0.0  # that of the running mean, as a share of a gradient's
+
+    def add(self, groups: Groups, state: States, summed: Summed = lambda sums: sums) -> None:
+        """Look at the gradients of the coming step and an optimizer's states; ``summed``: see :class:`Signal`."""
+        pairs = [found for group in groups for found in _headings(group, state)]
+        every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
+        some = [(_some(m, every), _some(g, every)) for m, g, _ in pairs]
+        if not some:
+            return
+        each = [torch.stack((m @ g, m @ m, g @ g, m.new_tensor(len(m)))).to(some[0][0].device) for m, g in some]
+        sums = torch.stack(each).double().cpu()
+        if any(hasattr(m, "to_local") for m, *_ in pairs):
+            sums = summed(sums)
+        both, means, fresh, counts = sums[(sums[:, 1] > 0) & (sums[:, 2] > 0)].T
+        cosine = float((both / (means * fresh).sqrt()) @ counts / counts.sum())
+        if math.isfinite(cosine):
+            self.above += (_FRESH if self.span else 1.0) * (cosine - self.above)
+            self.span, self.noise = 1.0, pairs[0][2]
+
+    @property
+    def share(self) -> float:
+        """The share of signal in the running mean."""
+        rest, twice = 1 / max(self.above, 1e-6) ** 2 - 1, 1 + self.noise
+        return 2 / (1 - self.noise + math.sqrt(twice * twice + 4 * self.noise * max(rest, 0.0)))
+
+
+def signal_of(optimizer: Any) -> Signal | None:
+    """What estimates the share, by the names of an optimizer's classes: the states do not tell, LAMB's are Adam's."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if any(re.search("adam(?!ax|od)", name.lower()) for name in names):
+        return Signal()
+    return Heading() if any(re.search("Muon|Lion", name) for name in names) else None
 
 
 def _some(tensor: Tensor, every: int) -> Tensor:
@@ -82,9 +122,7 @@ def _some(tensor: Tensor, every: int) -> Tensor:
     return local.detach().reshape(-1)[::every].float()
 
 
-def _moments(
-    group: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
-) -> Iterable[tuple[Tensor, Tensor, float, float]]:
+def _moments(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float, float]]:
     """Per parameter: its two running means, the ratio of pure noise, and the correction of biases."""
     betas = group.get("betas")
     if not betas:
@@ -103,3 +141,13 @@ def _moments(
         past = first**n
         noise = (1 - first) / (1 + first) * (1 + past) / (1 - past)
         yield kept["exp_avg"], kept["exp_avg_sq"], noise, (1 - second**n) / (1 - past) ** 2
+
+
+def _headings(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float]]:
+    """Per parameter: the running mean of its gradients, the present one, and the noise that is left in the mean."""
+    beta = float(group["momentum"] if "momentum" in group else group.get("betas", (0, 0))[1])
+    for parameter in group["params"]:
+        kept, gradient = state.get(parameter) or {}, parameter.grad
+        mean = kept.get("momentum_buffer", kept.get("exp_avg"))
+        if mean is not None and gradient is not None and not gradient.is_sparse and mean.shape == gradient.shape:
+            yield mean, gradient, (1 - beta) / (1 + beta)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.gain.estimate import Signal, is_adam
+from lightning_asgd.gain.estimate import signal_of
 
 __all__ = ["Gain"]
 
@@ -44,7 +45,7 @@ class _Steps:
 
     def __init__(self, optimizer: Any, workers: Callable[[], float], summed: Callable[[Tensor], Tensor]) -> None:
         self._optimizer, self._workers, self._summed = optimizer, workers, summed
-        self._signal, self._taken, self.gain = Signal(), 0, 0.0
+        self._signal, self._taken, self.gain = signal_of(optimizer), 0, 0.0
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
         self._before_step = optimizer.register_step_pre_hook(self._begin)
         self._after_step = optimizer.register_step_post_hook(self._end)
@@ -79,14 +80,15 @@ class _Steps:
 
     def _lengthen(self) -> None:
         self._restore()  # an optimizer whose step calls that of its base class has hooks around both
-        workers = self._workers()
-        due = self._taken % _EVERY == 0 or not self._signal.span
-        if workers > 1 and due and is_adam(self._optimizer):
-            self._signal.add(self._optimizer.param_groups, self._optimizer.state, self._summed)
-        self._taken += 1
-        if not self._signal.span:
+        workers, signal = self._workers(), self._signal
+        if signal is None:
             return
-        self.gain = self._signal.gain(workers)
+        if workers > 1 and (self._taken % _EVERY == 0 or not signal.span):
+            signal.add(self._optimizer.param_groups, self._optimizer.state, self._summed)
+        self._taken += 1
+        if not signal.span:
+            return
+        self.gain = signal.gain(workers)
         if self.gain == 1.0:
             return
         for group in self._optimizer.param_groups:
@@ -121,6 +123,6 @@ class _Steps:
 
 
 def _is_decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether the optimizer subtracts the decay from the weights, not adds it to the gradient: AdamW."""
-    by_name = any("adamw" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+    """Whether the optimizer subtracts the decay from the weights, not adds it to the gradient: AdamW, Muon, Lion."""
+    by_name = any(re.search("adamw|muon|lion", kind.__name__.lower()) for kind in type(optimizer).__mro__)
     return bool(group.get("decoupled_weight_decay", by_name))

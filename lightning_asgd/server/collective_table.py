@@ -69,10 +69,7 @@ class CollectiveTable:
 
     @property
     def needed(self) -> int:
-        """Number of the first collective that a worker may still call: one before those that it has missed.
-
-        It took part in that, and may not have been answered.
-        """
+        """The first collective that a worker may still call: the last that it took part in may be unanswered."""
         return max(0, min(self._missed, default=self._completed) - 1)
 
     def join(self, worker: int, now: float = 0.0, process: str = "", since: int | None = None) -> None:

@@ -47,11 +47,7 @@ _KINDS = {LeaseRequest: "claim_s", Exchange: "exchange_s", Heartbeat: "beat_s", 
 
 
 def measure(workers: Sequence[int] = WORKERS) -> Calibration:
-    """Measure what messages cost a server on this machine.
-
-    Args:
-        workers: numbers of workers to measure with.
-    """
+    """Measure what messages cost a server on this machine, with these numbers of workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as servers have it
     gc.disable()  # a collection goes through the simulation, and would count as the service's

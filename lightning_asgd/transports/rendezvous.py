@@ -239,10 +239,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def server(
         self, index: int, key: str, timeout_s: float, other_than: str = "", check: Callable[[], None] = lambda: None
     ) -> str:
-        """Wait for the address of a server or its replacement, other than that of a server that is lost.
-
-        ``check`` is called meanwhile, and may raise.
-        """
+        """Wait for the address of a server, or of a lost one's replacement, and call ``check``, which may raise."""
 
         def look() -> str | None:
             entry = self.peek_server(key)

@@ -70,10 +70,7 @@ class ProgramGradients(LayerGradients):
             self._accumulates = before
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """A program's optimizer steps: replace its gradients, unless a backward has done so.
-
-        Takes and returns what hooks of optimizers do.
-        """
+        """A hook of a program's optimizers: replace their gradients, unless a backward has done so."""
         if self._planned != self._count_parameters():
             self._plan_again(optimizer)
         if not self._delay:

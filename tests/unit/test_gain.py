@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asgd.gain import Gain, Signal
+from lightning_asgd.gain.estimate import Heading, signal_of
 
 SIZE = 4000
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -28,7 +29,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(optimizer: torch.optim.Optimizer, weights: Tensor, steps: int, noise: float, signal: float = 1.0) -> None:
-    """Steps with gradients of so much noise."""
+    """Steps with gradients of so much noise; the last one's stays."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         weights.grad = signal + noise * torch.randn(weights.shape, generator=generator)
@@ -48,6 +49,70 @@ def test_the_share_of_signal(kind: str, signal: float, noise: float, share: floa
     expected = 1 / math.sqrt(share + (1 - share) / 16)
     assert found.gain(16) == pytest.approx(expected, rel=0.15 if steps > 100 else 0.5)
     assert found.gain(1) == 1.0
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2, without decay."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+            p.sub_(self.param_groups[0]["lr"] * (0.9 * mean + 0.1 * p.grad).sign())
+            mean.lerp_(p.grad, 0.01)
+
+
+FIXED = {"Muon": (lambda p: torch.optim.Muon(p, 1e-3, 0.0), 0.95), "Lion": (lambda p: Lion(p, 1e-3), 0.99)}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize(("signal", "noise"), [(1.0, 0.0), (0.0, 1.0), (1.0, 2.0), (1.0, 10.0)])
+def test_the_share_of_signal_in_a_running_mean(kind: str, signal: float, noise: float) -> None:
+    weights = nn.Parameter(torch.zeros(100, 120))
+    make, beta = FIXED[kind]
+    optimizer = make([weights])
+    found = signal_of(optimizer)
+    assert isinstance(found, Heading)
+    for step in range(400):
+        weights.grad = signal + noise * torch.randn(weights.shape, generator=torch.Generator().manual_seed(step))
+        if step > 200 and step % 10 == 0:
+            found.add(optimizer.param_groups, optimizer.state)
+        optimizer.step()
+    squared = noise**2 / signal**2 if signal else math.inf
+    share = 1 / (1 + (1 - beta) / (1 + beta) * squared)
+    assert found.share == pytest.approx(share, abs=0.08)
+    assert found.gain(16) == pytest.approx(1 / math.sqrt(share + (1 - share) / 16), rel=0.3 if not signal else 0.05)
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_steps_of_one_size_are_longer_and_the_rate_is_the_users(kind: str) -> None:
+    weights = nn.Parameter(torch.zeros(100, 120))
+    optimizer = FIXED[kind][0]([weights])
+    gain = Gain(lambda: 4.0)
+    gain.watch([optimizer])
+    moved = []
+    for step in range(60):
+        before = weights.detach().clone()
+        weights.grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        moved.append(float((weights.detach() - before).norm()))
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert gain.latest == pytest.approx(2.0, rel=0.25)  # of pure noise
+    assert moved[-1] == pytest.approx(gain.latest * moved[0], rel=0.1)  # the first step has none
+
+
+@pytest.mark.parametrize("gradient", [None, torch.full((100, 120), math.nan), torch.zeros(100, 120)])
+def test_gradients_that_are_missing_or_not_finite_say_nothing(gradient: Tensor | None) -> None:
+    weights = nn.Parameter(torch.zeros(100, 120))
+    optimizer = FIXED["Lion"][0]([weights])
+    train(optimizer, weights, 2, 1.0)
+    weights.grad = gradient
+    found = Heading()
+    found.add(optimizer.param_groups, optimizer.state)
+    assert found.gain(4) == 1.0
 
 
 def test_nothing_is_known_before_the_second_step_nor_of_other_optimizers() -> None:
