@@ -123,7 +123,7 @@ class Schedule:
         return self._wished or self.npush
 
     def due(self, steps: int, more: int = 0) -> tuple[bool, bool]:
-        """Whether a push and a fetch are due, given the number of optimizer steps; ``more`` of them are still to be taken."""
+        """Whether a push and a fetch are due, given the number of steps; ``more`` of them are still to be taken."""
         if self._turns.holds(self._fragment):
             return False, False
         nfetch = self._wished or (self.npush if self._auto or self._config.restarted else self._config.nfetch)
