@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import signal
-import threading
+import time
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,7 +59,7 @@ class Division:
         self.islands = num_nodes * len(devices) // size
         self._place: IslandPlace | None = None
         self._turn = False  # whether the next island waits for this process
-        self._own_lost = threading.Event()  # in the main process: once it has named the process that its island lost
+        self._lost: set[int] = set()  # in the main process: islands of which it has named a process that has ended
 
     @property
     def place(self) -> IslandPlace:
@@ -109,14 +109,15 @@ class Division:
             become_global_zero(self.place.island * self._size + self.place.rank)
 
     def await_report(self) -> None:
-        """In the main process, whose island has lost a process: wait until that is named, for a second at most."""
-        if self.run.is_main:
-            self._own_lost.wait(1.0)
+        """In the main process, whose island has lost a process: wait a moment until that is named."""
+        deadline = time.monotonic() + 1.0
+        while self.run.is_main and self.place.island not in self._lost and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def watch(self) -> Callable[[], None]:
         """In the main process: expect a process to end whose island is lost. Returns a function that ends this."""
         overseer = supervisor.current()
-        lost: set[int] = set()
+        self._lost = lost = set()
         if not self.run.is_main or overseer is None:
             return lambda: None
 
@@ -125,13 +126,11 @@ class Division:
             others = range(island * self._size, (island + 1) * self._size)
             overseer.excuse(*others)
             if code and (island not in lost or (code < 0 and code != -signal.SIGTERM)):  # the others get SIGTERM
-                lost.add(island)
                 self.run.tell(_prepared(island), True)  # the next island may wait for it
                 overseer.terminate(*others)  # it may take long until they notice that one of them is lost
                 then = "The other islands continue without it" if island else "The job ends with it"
-                log.warning("Island %d is lost: its process %d ended with code %d. %s.", island, pid, code, then)
-                if self.place.island == island:
-                    self._own_lost.set()
+                log.warning("Island %d is lost: its process %d ended with exit code %d. %s.", island, pid, code, then)
+                lost.add(island)
 
         overseer.on_worker_exit(report)
         return lambda: overseer.on_worker_exit(None)

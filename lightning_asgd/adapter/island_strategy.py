@@ -138,6 +138,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
             launcher = self.make_lightnings_launcher()
+            self._meeting = ""
             if mine.num_nodes > 1:
                 return None
             if private_names.is_a(launcher, private_names.script_launcher):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.util
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -132,11 +135,12 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""
-        rank_variables.use_folder(None)  # not a parent's, which outlives this process
-        folder, watch = multiprocessing.util.get_temp_dir(), supervisor.ensure_watch()
-        watch.remove_at_end(folder)
+        folder, watch = tempfile.mkdtemp(prefix="pymp-"), supervisor.ensure_watch()
+        rank_variables.use_folder(folder)
+        watch.remove_if_killed(folder)
         with rank_variables.launching(folder), rank_variables.naming():
             processes = self.start_scripts()
+        multiprocessing.util.Finalize(None, _remove, (folder, processes), exitpriority=-100)
         ScriptLauncher._started = 1 + len(processes)
         for local_rank, process in enumerate(processes, start=1):
             watch.add_worker(first + local_rank, process)
@@ -147,6 +151,12 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         if overseer is not None:
             overseer.excuse()
         super().kill(signum)
+
+
+def _remove(folder: str, users: list[subprocess.Popen[bytes]]) -> None:
+    """Remove a folder, unless processes that use it still run: then the reaper does, which ends them."""
+    if all(process.poll() is not None for process in users):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_script() -> None:

@@ -62,10 +62,7 @@ LeasedData = SampledData | CombinedData | StreamedData
 
 
 class LeasedLoop(Live):
-    """The training loop of one fit.
-
-    The trainer's data have been set up, and :func:`why_split` knows no reason; ``resumed`` is what :meth:`save` saved.
-    """
+    """The training loop of one fit whose data are set up and can be leased; ``resumed``: see :meth:`save`."""
 
     def __init__(
         self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any], data: LeasedData

@@ -54,7 +54,7 @@ class PickledTrainer:
                 "Expected a Trainer, module and data that can be: the other workers get copies of them."
             ) from error
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
-        supervisor.ensure_watch().remove_at_end(self._folder)
+        supervisor.ensure_watch().remove_if_killed(self._folder)
         self._path = Path(self._folder, "program")
         self._path.write_bytes(pickle.dumps(sys.path) + data)
 

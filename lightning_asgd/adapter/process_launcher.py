@@ -77,7 +77,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         super().__init__(strategy, start_method=start_method)
         self.job = job
         self.policy = policy
-        self._folder = ""  # for the chief's results, during a launch
+        self._folder = ""  # during a launch: the chief's results, the secret, and sockets of loaders
         self._last: threading.Timer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,9 +164,9 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         environment, devices = self.strategy.cluster_environment, self.strategy.num_processes
         check_rank(environment.node_rank() * devices, devices, devices, 1)
         self.job.begin(surroundings_of(environment, 1), self.strategy.tree.say, is_main=True)
-        self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")
-        supervisor.ensure_watch().remove_at_end(self._folder)
-        if self.start_method == "forkserver":  # which an earlier part of the program may have started
+        self._folder = tempfile.mkdtemp(prefix="asgd-")  # short: a socket's path has 107 bytes at most
+        supervisor.ensure_watch().remove_if_killed(self._folder)
+        if self.start_method == "forkserver":  # which has no secret if it was started earlier
             self._file("secret").write_text(json.dumps(job_secret.variables()))
         try:
             with self._passing_on():

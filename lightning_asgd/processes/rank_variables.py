@@ -41,8 +41,8 @@ RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORL
 """Variables that say which worker a process is."""
 
 RENDEZVOUS_ENV = "LIGHTNING_ASGD_RENDEZVOUS"
-"""For a worker that the launcher starts: the address where its job's processes find each other, and the variables that
-were set before. The worker takes it out of its environment when it imports this package."""
+"""For a worker that the launcher starts: the address where its job's processes find each other, the variables that were
+set before, and a folder for loaders' sockets. The worker takes it out of its environment on importing this package."""
 
 OWNER_ENV = "LIGHTNING_ASGD_OWNER"
 """The note: process number, address, the variables with their values, and torchrun's number of the machine."""
@@ -134,7 +134,7 @@ def owning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launching(folder: str) -> Iterator[None]:
-    """Let processes that are started within the block be workers, which use a ``folder``; own the variables it sets."""
+    """Start workers within the block, whose loaders use ``folder``; the variables that it sets are owned."""
     os.environ[RENDEZVOUS_ENV] = json.dumps({"address": _address, "given": sorted(set_by_others()), "folder": folder})
     try:
         with owning():
@@ -171,7 +171,7 @@ def detect() -> bool:
 
 
 def use_folder(folder: str | None) -> None:
-    """Have this process's and its loaders' sockets in one folder: a loader that is killed cannot remove its own."""
+    """Have the sockets of this process's loaders in a folder: one that is killed cannot remove a folder of its own."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 

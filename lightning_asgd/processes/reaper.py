@@ -2,8 +2,8 @@
 
 :func:`start` runs ``python -m lightning_asgd.processes.reaper PARENT``, which reads lines ``add PID STARTED`` and
 ``remove FOLDER`` from its standard input. When the input ends or the parent is another one, it gives the processes time
-to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders, unless the
-last line was ``keep``: the parent removes its own. Imports neither torch nor Lightning.
+to end by themselves, then asks them to, then kills them: all within 8 seconds. Then it removes the folders, except
+those before a line ``keep``, which the parent removes. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def reap() -> int:
                 break
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                what, _, about = line.decode().partition(" ")
+                what, _, about = os.fsdecode(line).partition(" ")
                 if what == "add":
                     pid, since = about.split()
                     watched[int(pid)] = since
                 elif what == "remove":
                     folders.append(about)
-                else:  # keep
+                elif what == "keep":
                     folders.clear()
     _end(_alive(watched))
     for folder in folders:

@@ -53,6 +53,7 @@ class Supervisor:
         self.rendezvous = rendezvous
         self.settings, self._first = settings or ServerSettings(), first
         self._private: str | None = None  # folder for snapshots that are for a lost server's place only
+        self._folders: list[str] = []
         self._servers: list[ServerHandle] = []
         self._exits: list[dict[str, Any]] = []  # workers that are gone, for servers that are started later
         self._lock = threading.Lock()  # of these and the servers
@@ -92,7 +93,7 @@ class Supervisor:
     def _make_folder(self) -> None:
         if self.settings.snapshot_every_s and not self.settings.snapshots:
             self._private = tempfile.mkdtemp(prefix="lightning_asgd.")
-            self.remove_at_end(self._private)
+            self.remove_if_killed(self._private)
 
     def add_servers(self, total: int, *, succeed: bool = False) -> None:
         """Start servers until there are ``total``, and return at once. They may ``succeed`` those of a lost process."""
@@ -111,6 +112,8 @@ class Supervisor:
         self.refused |= former.refused
         for rank, process in former._workers.items():
             self.add_worker(rank, process)
+        for folder in former._folders:
+            self.remove_if_killed(folder)
         self._former = former  # whose reaper would end the workers if it was gone
 
     def keys(self, number: int) -> list[str]:
@@ -266,14 +269,15 @@ class Supervisor:
         with contextlib.suppress(psutil.Error):
             self._tell_reaper(f"add {pid} {reaper.started(pid)}")
 
-    def remove_at_end(self, folder: str) -> None:
-        """Have a folder removed if this process is killed."""
+    def remove_if_killed(self, folder: str) -> None:
+        """Have a folder removed if this process is killed: else that is up to the caller."""
+        self._folders.append(folder)
         self._tell_reaper(f"remove {folder}")
 
     def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._reaper.stdin.write(f"{line}\n".encode())
+                self._reaper.stdin.write(os.fsencode(f"{line}\n"))
                 self._reaper.stdin.flush()
 
     def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> ServerHandle:
@@ -418,7 +422,7 @@ def _at_exit() -> None:
     failed: dict[int, int] = {}
     rendezvous = None if _current is None else _current.rendezvous
     try:
-        if _current is not None and _current_pid == os.getpid() and not exit_code.is_failing():
+        if _current is not None and not exit_code.is_failing():
             failed = _current.failures()  # before the servers are stopped: workers may still need them
     finally:
         close_current()
@@ -431,18 +435,14 @@ def _at_exit() -> None:
 def close_current() -> None:
     """Stop the process's servers, if it has any. A forked child leaves its parent's alone."""
     global _current
-    if _current is not None and _current_pid == os.getpid():
+    if _current is not None:
         _current.close()
         _current = None
 
 
-_current_pid = os.getpid()
-
-
 def _after_fork() -> None:
-    global _current, _current_pid
+    global _current
     _current = None
-    _current_pid = os.getpid()
 
 
 os.register_at_fork(after_in_child=_after_fork)

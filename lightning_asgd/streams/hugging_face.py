@@ -27,10 +27,7 @@ _PER_SOURCE = {
 
 
 def hugging_face(dataset: Any) -> ShardedData | str:
-    """The shards of a ``datasets.IterableDataset``, or why it cannot be read by them.
-
-    A split by ``split_dataset_by_node`` is undone: workers share all of the data.
-    """
+    """The shards of a ``datasets.IterableDataset``, also of one that was split by node, or why it has none."""
     if dataset._starting_state_dict is not None:
         return "a state was loaded into the data set"
     source, shuffled, generators = dataset._ex_iterable, False, []

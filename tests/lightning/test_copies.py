@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,12 @@ def test_callbacks_can_be_copied(tmp_path: Path, package: str, data: str) -> Non
     trainer.fit(boring.BoringModel())
     copied = copy.deepcopy(trainer.callbacks)
     assert next(each for each in copied if isinstance(each, ASGDMonitor)).every_n_seconds == 3.0
+
+
+@pytest.mark.parametrize("options", [{"island": 2}, {"island": "ddp", "server": "127.0.0.1:1", "run_id": "r"}, {}])
+def test_strategies_can_be_copied(tmp_path: Path, options: dict[str, Any]) -> None:
+    pl = importlib.import_module("pytorch_lightning")
+    strategy = ASGDStrategy(nsync=2, **options)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, default_root_dir=str(tmp_path))
+    for copied in (copy.deepcopy(trainer.strategy), pickle.loads(pickle.dumps(trainer.strategy))):
+        assert type(copied) is type(trainer.strategy)

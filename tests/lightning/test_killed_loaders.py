@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -13,34 +16,62 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
+from lightning_asgd.processes import rank_variables
 from tests.helpers.programs import environment
 from tests.lightning.models import Regression
+from tests.lightning.test_processes import wait_until
 
 KILLED = "LOADERS"
 
 
 class Killing(Regression):
+    """Kills the loaders of worker 1, or the main process."""
+
     def on_train_batch_end(self, *args: object) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 2:
+            if sys.argv[1] == "main":
+                os.kill(os.getppid(), signal.SIGKILL)
+                return
             for each in psutil.Process().children():
                 each.kill()
             sys.stdout.write(KILLED)
 
 
-@pytest.mark.parametrize("start", [{}, {"start_method": "fork"}], ids=["scripts", "fork"])
-def test_a_killed_loader_leaves_no_socket_behind(tmp_path: Path, start: dict[str, str]) -> None:
-    command = [sys.executable, "-m", __name__, *start.values()]
-    env = environment(TMPDIR=str(tmp_path))
+def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Train with two workers that have two loaders each; a parent's folder is known to multiprocessing."""
+    command = [sys.executable, "-m", __name__, *arguments]
+    env = environment(TMPDIR=str(folder))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert (folder / "parents").is_dir()
+    return done
+
+
+def left(folder: Path) -> list[str]:
+    names = [path.name for path in folder.rglob("*")]
+    return [each for each in names if each != "parents" and not each.startswith("pytorch-errorfile")]
+
+
+@pytest.mark.parametrize("start", ["popen", "fork"])
+def test_a_killed_loader_leaves_no_socket_behind(tmp_path: Path, start: str) -> None:
+    done = job(tmp_path, "loaders", start)
     assert done.returncode == 0, done.stderr  # worker 0 has trained on
     assert KILLED in done.stdout
     assert "DataLoader worker" in done.stderr
-    assert "_remove_temp_dir" not in done.stderr  # a folder is removed once
-    assert [str(path) for path in tmp_path.rglob("*") if not path.name.startswith("pytorch-errorfile")] == []
+    assert "FileNotFoundError" not in done.stderr
+    assert left(tmp_path) == []
+
+
+def test_a_killed_main_process_leaves_no_socket_behind(tmp_path: Path) -> None:
+    assert job(tmp_path, "main", "popen").returncode == -signal.SIGKILL
+    wait_until(lambda: left(tmp_path) == [], 15, "the end of the folder")
 
 
 def main() -> None:
-    strategy = ASGDStrategy(nsync=2, **dict(zip(["start_method"], sys.argv[1:], strict=False)))
+    parents = Path(tempfile.gettempdir(), "parents")
+    parents.mkdir(exist_ok=True)
+    if rank_variables.main_process() is None:
+        rank_variables.use_folder(str(parents))
+    strategy = ASGDStrategy(nsync=2, start_method=sys.argv[2])
     data = TensorDataset(torch.randn(512, 8), torch.randn(512, 1))
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=4, **off)
