@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
-_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam")
-_WITHOUT_GAIN = ("Adamax", "Muon")  # their states do not show the noise of the gradients
+_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam", "Muon", "Lion")
+_WITHOUT_GAIN = ("Adamax",)  # its states do not show the noise of the gradients
 _MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
 _SELDOM = 5  # steps between two exchanges from which that many workers learn more slowly with SGD
 
@@ -47,10 +47,7 @@ class FitMessages:
         self._began = self._waited_before = 0.0
 
     def start(self, data: str, period: int = 0) -> None:
-        """Say how training begins, at its first epoch.
-
-        ``data`` is how the workers divide the data, ``period`` how often they exchange if that follows from the fit.
-        """
+        """Say how training begins: how workers divide the ``data``, and the ``period`` if it follows from the fit."""
         trainer, membership, begun = self._trainer, self._membership, self._began
         if begun:
             return

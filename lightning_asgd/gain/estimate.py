@@ -9,10 +9,12 @@ so :math:`\gamma = (\rho - c) / (1 - c)` estimates :math:`G^2 / (G^2 + \sigma^2)
 gradient. The mean of N workers' gradients has the noise :math:`\sigma^2 / N`, thus DDP's steps are longer than a
 worker's by :math:`1 / \sqrt{\gamma + (1 - \gamma) / N}`: between 1 and :math:`\sqrt N`.
 
-Muon and Lion keep one running mean only, and their steps have one size whatever its own. What counts is the share of
-signal in that mean. Its cosine with the gradient that follows tells :math:`\kappa = \sigma^2 / G^2`:
+Muon and Lion keep one running mean only, and their steps have one size. Its cosine with the gradient that follows tells
+:math:`\kappa = \sigma^2 / G^2`. A step is along *w* of that mean and :math:`1 - w` of the gradient; :math:`\gamma` is
+the share of signal in that sum:
 
-.. math::  \cos^2 = \frac{1}{(1 + \kappa) (1 + c \kappa)}, \qquad \gamma = \frac{1}{1 + c \kappa}
+.. math::  \cos^2 = \frac{1}{(1 + \kappa) (1 + c \kappa)}, \qquad
+    \gamma = \frac{1}{1 + ((1 - w)^2 + w^2 c) \kappa}
 """
 
 from __future__ import annotations
@@ -79,30 +81,35 @@ class Signal:
 class Heading(Signal):
     """The same for steps of one size, along a running mean of gradients: smoothed, its cosine with the gradient."""
 
-    noise: float = 0.0  # that of the running mean, as a share of a gradient's
+    noise: float = 0.0  # what is left of a gradient's noise in the running mean
+    left: float = 0.0  # the same in a step
 
     def add(self, groups: Groups, state: States, summed: Summed = lambda sums: sums) -> None:
         """Look at the gradients of the coming step and an optimizer's states; ``summed``: see :class:`Signal`."""
         pairs = [found for group in groups for found in _headings(group, state)]
-        every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
-        some = [(_some(m, every), _some(g, every)) for m, g, _ in pairs]
-        if not some:
+        if not pairs:
             return
-        each = [torch.stack((m @ g, m @ m, g @ g, m.new_tensor(len(m)))).to(some[0][0].device) for m, g in some]
+        every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
+        each = []
+        for mean, gradient, *noise in pairs:
+            m, g = _some(mean, every), _some(gradient, every)
+            about = m.new_tensor([1.0, *noise]) * len(m)
+            each.append(torch.cat((torch.stack((m @ g, m @ m, g @ g)), about)).to(pairs[0][0].device))
         sums = torch.stack(each).double().cpu()
         if any(hasattr(m, "to_local") for m, *_ in pairs):
             sums = summed(sums)
-        both, means, fresh, counts = sums[(sums[:, 1] > 0) & (sums[:, 2] > 0)].T
+        both, means, fresh, counts, *noises = sums[(sums[:, 1] > 0) & (sums[:, 2] > 0)].T
         cosine = float((both / (means * fresh).sqrt()) @ counts / counts.sum())
         if math.isfinite(cosine):
             self.above += (_FRESH if self.span else 1.0) * (cosine - self.above)
-            self.span, self.noise = 1.0, pairs[0][2]
+            self.noise, self.left = (float(each.sum() / counts.sum()) for each in noises)
+            self.span = 1.0
 
     @property
     def share(self) -> float:
-        """The share of signal in the running mean."""
-        rest, twice = 1 / max(self.above, 1e-6) ** 2 - 1, 1 + self.noise
-        return 2 / (1 - self.noise + math.sqrt(twice * twice + 4 * self.noise * max(rest, 0.0)))
+        """The share of signal in a step."""
+        rest, linear = 1 / min(max(self.above, 1e-6), 1.0) ** 2 - 1, 1 + self.noise
+        return 1 / (1 + 2 * self.left * rest / (linear + math.sqrt(linear**2 + 4 * self.noise * rest)))
 
 
 def signal_of(optimizer: Any) -> Signal | None:
@@ -143,11 +150,20 @@ def _moments(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, 
         yield kept["exp_avg"], kept["exp_avg_sq"], noise, (1 - second**n) / (1 - past) ** 2
 
 
-def _headings(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float]]:
-    """Per parameter: the running mean of its gradients, the present one, and the noise that is left in the mean."""
-    beta = float(group["momentum"] if "momentum" in group else group.get("betas", (0, 0))[1])
+def _headings(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float, float]]:
+    """Per parameter: its running mean, its gradient, and what is left of this one's noise in the mean and in a step."""
+    try:
+        if (beta := group.get("momentum")) is None:
+            kept, beta = map(float, group.get("betas"))  # type: ignore[arg-type]
+        else:
+            kept, beta = float(beta**2 if group.get("nesterov") else beta), float(beta)
+    except (TypeError, ValueError):  # none, or of another kind
+        return
+    noise = (1 - beta) / (1 + beta)
     for parameter in group["params"]:
-        kept, gradient = state.get(parameter) or {}, parameter.grad
-        mean = kept.get("momentum_buffer", kept.get("exp_avg"))
-        if mean is not None and gradient is not None and not gradient.is_sparse and mean.shape == gradient.shape:
-            yield mean, gradient, (1 - beta) / (1 + beta)
+        states, gradient = state.get(parameter) or {}, parameter.grad
+        mean = states.get("momentum_buffer", states.get("exp_avg"))
+        if mean is None or gradient is None or gradient.is_sparse or "exp_avg_sq" in states:
+            continue  # the last are Adam's, in a class that has both
+        if mean.shape == gradient.shape and mean.device == gradient.device:
+            yield mean, gradient, noise, (1 - kept) ** 2 + kept**2 * noise

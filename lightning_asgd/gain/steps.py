@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.gain.estimate import signal_of
+from lightning_asgd.gain.estimate import Heading, signal_of
 
 __all__ = ["Gain"]
 
@@ -46,6 +45,8 @@ class _Steps:
     def __init__(self, optimizer: Any, workers: Callable[[], float], summed: Callable[[Tensor], Tensor]) -> None:
         self._optimizer, self._workers, self._summed = optimizer, workers, summed
         self._signal, self._taken, self.gain = signal_of(optimizer), 0, 0.0
+        by_name = any("adamw" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+        self._decouples = by_name or isinstance(self._signal, Heading)
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
         self._before_step = optimizer.register_step_pre_hook(self._begin)
         self._after_step = optimizer.register_step_post_hook(self._end)
@@ -75,8 +76,8 @@ class _Steps:
 
     def _end(self, *_: Any) -> None:
         self._restore()
-        self._before_step.remove()  # and last again: hooks that came since may set the rate
-        self._before_step = self._optimizer.register_step_pre_hook(self._begin)
+        if (hooks := self._before_step.hooks_dict_ref()) is not None:
+            hooks.move_to_end(self._before_step.id)  # others that came since may set the rate
 
     def _lengthen(self) -> None:
         self._restore()  # an optimizer whose step calls that of its base class has hooks around both
@@ -95,8 +96,13 @@ class _Steps:
             if group.get("lr") is None:  # an optimizer that finds its own
                 continue
             self._set(group, "lr", self.gain)
-            if group.get("weight_decay") and _is_decoupled(self._optimizer, group):
+            if group.get("weight_decay") and self._is_decoupled(group):
                 self._set(group, "weight_decay", 1 / self.gain)
+
+    def _is_decoupled(self, group: dict[str, Any]) -> bool:
+        """Whether the decay is subtracted from the weights, and not added to the gradient: as by AdamW."""
+        decoupled = group.get("decoupled_weight_decay", group.get("weight_decouple", self._decouples))
+        return bool(decoupled and not group.get("fixed_decay"))
 
     def _set(self, group: dict[str, Any], name: str, factor: float) -> None:
         before = group[name]
@@ -120,9 +126,3 @@ class _Steps:
             else:
                 group[name] = before
         self._before.clear()
-
-
-def _is_decoupled(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether the optimizer subtracts the decay from the weights, not adds it to the gradient: AdamW, Muon, Lion."""
-    by_name = any(re.search("adamw|muon|lion", kind.__name__.lower()) for kind in type(optimizer).__mro__)
-    return bool(group.get("decoupled_weight_decay", by_name))

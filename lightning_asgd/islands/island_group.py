@@ -76,10 +76,7 @@ class IslandGroup:
         self._orders[name] = obey
 
     def report(self, name: str, fact: Callable[[], Any], learn: Callable[[Any], None] = lambda _: None) -> None:
-        """Have the first process report something with every call of :meth:`share`: see :attr:`known`.
-
-        Each other process passes it to ``learn`` as soon as it arrives.
-        """
+        """Have the first process report with every call of :meth:`share`; the others pass that to ``learn`` at once."""
         self._facts[name] = fact, learn
 
     def share(self, call: Callable[[], T]) -> T:

@@ -51,10 +51,7 @@ class ExchangeKind(Enum):
 
 
 class Channel:
-    """The exchanges of one fragment, at most one of which is in flight.
-
-    With several ``fragments`` pushes count no units: a unit is done when all fragments have it.
-    """
+    """The exchanges of one fragment, at most one in flight. With several ``fragments`` pushes count no units."""
 
     def __init__(
         self,

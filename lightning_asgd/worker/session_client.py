@@ -69,10 +69,7 @@ class SessionClient:
     # ------------------------------------------------------------------ joining and leaving
 
     def join(self, *, again: bool = False, server: int | None = None, since: int | None = None) -> None:
-        """Enter the session on one server, or on all; ``again`` if this worker knows that it is fenced.
-
-        ``since`` is for a worker that was replaced: see :class:`Join`.
-        """
+        """Enter the session on one server or all; ``again``: it knows that it is fenced; ``since``: as in ``Join``."""
         for s in self.connection.servers if server is None else [server]:
             self.note_joined(s, self.connection.ask(s, replace(self.join_message(s), again=again, since=since)))
 

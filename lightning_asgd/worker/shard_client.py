@@ -168,10 +168,7 @@ class ShardClient:
         return self.connection.post(server, message)
 
     def answers(self, replies: Sequence[Reply], wire: Sequence[tuple[Tensor, ...]]) -> list[tuple[Any, ...]]:
-        """The weights in the latest exchange's replies, per server and group; ``wire`` itself where it is shared.
-
-        Of tables they are :class:`Rows`, which come last.
-        """
+        """The weights in the latest replies, per server and group, or ``wire`` itself if shared; tables come last."""
         whole: list[tuple[Any, ...]] = [
             out if reply.weights is None else self._decoded(server, reply.weights, out)
             for server, (reply, out) in enumerate(zip(replies, wire, strict=True))
@@ -251,10 +248,7 @@ class ShardClient:
             self.connection.ask(s, ShardState(*self.connection.sender, self.fragment, weights=weights[s]))
 
     def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
-        """Copies of the weights that the algorithm had the servers keep: versions that all have, oldest first.
-
-        With each version come, per server, one tensor per group.
-        """
+        """Weights that all servers have kept, oldest version first: with each, one tensor per server and group."""
         futures = [self.connection.post(s, Samples(*self.connection.sender)) for s in self.connection.servers]
         kept = [dict(self.connection.result(s, future)) for s, future in enumerate(futures)]
         common = set(kept[0]).intersection(*kept[1:])

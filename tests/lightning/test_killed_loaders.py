@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,8 +48,9 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def left(folder: Path) -> list[str]:
-    names = [path.name for path in folder.rglob("*")]
-    return [each for each in names if each != "parents" and not each.startswith("pytorch-errorfile")]
+    """What is there beside the parent's folder, and torch's own."""
+    names = [path.name for path in folder.rglob("*") if "parents" not in path.parts]
+    return [each for each in names if not each.startswith("pytorch-errorfile")]
 
 
 @pytest.mark.parametrize("start", ["popen", "fork"])
@@ -74,7 +76,8 @@ def main() -> None:
     strategy = ASGDStrategy(nsync=2, start_method=sys.argv[2])
     data = TensorDataset(torch.randn(512, 8), torch.randn(512, 1))
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=4, **off)
+    about: dict[str, Any] = {"default_root_dir": str(parents), "max_epochs": 4, **off}  # a last checkpoint goes there
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, **about)
     trainer.fit(Killing(), DataLoader(data, 8, num_workers=2))
 
 
