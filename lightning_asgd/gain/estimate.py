@@ -98,11 +98,13 @@ class Heading(Signal):
         sums = torch.stack(each).double().cpu()
         if any(hasattr(m, "to_local") for m, *_ in pairs):
             sums = summed(sums)
-        both, means, fresh, counts, *noises = sums[(sums[:, 1] > 0) & (sums[:, 2] > 0)].T
-        cosine = float((both / (means * fresh).sqrt()) @ counts / counts.sum())
+        sizes = (sums[:, 1] * sums[:, 2]).sqrt()
+        known = (sizes > 0) & sizes.isfinite()
+        counts, *noises = sums[known, 3:].T
+        cosine = float((sums[known, 0] / sizes[known]) @ counts / counts.sum())
         if math.isfinite(cosine):
             self.above += (_FRESH if self.span else 1.0) * (cosine - self.above)
-            self.noise, self.left = (float(each.sum() / counts.sum()) for each in noises)
+            self.noise, self.left = (float(noise.sum() / counts.sum()) for noise in noises)
             self.span = 1.0
 
     @property
