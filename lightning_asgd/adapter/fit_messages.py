@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
-_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam", "Muon", "Lion")
-_WITHOUT_GAIN = ("Adamax",)  # its states do not show the noise of the gradients
+_ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adafactor", "Muon", "Lion")
 _MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
 _SELDOM = 5  # steps between two exchanges from which that many workers learn more slowly with SGD
 
@@ -118,15 +117,9 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
 
 
 def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any]) -> str | None:
-    """What to do where workers' updates learn more slowly than DDP with the same settings, or move the weights too far.
-
-    Adam divides by the size of the gradients, and those of one worker are noisier than the mean that DDP's Adam sees.
-    Muon's steps have a size of their own, too. The gain makes up for that where the states show the noise. The other
-    cause is the age of the weights: `make sets`, and the same with ``nsync=2``.
-    """
+    """What to do where workers' updates learn more slowly than DDP's with the same settings, or move too far."""
     algorithm = config.algorithm
-    known = {*_ADAPTIVE, *_WITHOUT_GAIN}
-    kinds = [next((base.__name__ for base in type(o).__mro__ if base.__name__ in known), "") for o in optimizers]
+    kinds = [next((base.__name__ for base in type(o).__mro__ if base.__name__ in _ADAPTIVE), "") for o in optimizers]
     names = [name for name in kinds if name]
     plain = any(isinstance(optimizer, torch.optim.SGD) for optimizer in optimizers)
     if isinstance(algorithm, SparseLoCo) and algorithm.lr is None and workers > 1 and plain and not names:
@@ -136,11 +129,10 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
         )
     if workers < _MANY or not isinstance(algorithm, ASGD) or algorithm.scale != "mean":
         return None
-    short = [name for name in names if not config.gain or name in _WITHOUT_GAIN]
-    if short:
+    if names and not config.gain:
         root = math.sqrt(workers)
         return (
-            f"A-SGD: {workers} workers with {short[0]} learn more slowly than DDP at the same learning rate: each "
+            f"A-SGD: {workers} workers with {names[0]} learn more slowly than DDP at the same learning rate: each "
             f"takes smaller steps along its own noisier gradients. About sqrt({workers}) = {root:.1f} times the rate "
             "makes up for it."
         )

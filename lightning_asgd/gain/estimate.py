@@ -86,17 +86,14 @@ class Heading(Signal):
 
     def add(self, groups: Groups, state: States, summed: Summed = lambda sums: sums) -> None:
         """Look at the gradients of the coming step and an optimizer's states; ``summed``: see :class:`Signal`."""
-        pairs = [found for group in groups for found in _headings(group, state)]
-        if not pairs:
-            return
-        every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
         each = []
-        for mean, gradient, *noise in pairs:
-            m, g = _some(mean, every), _some(gradient, every)
+        for m, g, *noise in self._pairs(groups, state):
             about = m.new_tensor([1.0, *noise]) * len(m)
-            each.append(torch.cat((torch.stack((m @ g, m @ m, g @ g)), about)).to(pairs[0][0].device))
-        sums = torch.stack(each).double().cpu()
-        if any(hasattr(m, "to_local") for m, *_ in pairs):
+            each.append(torch.cat((torch.stack((m @ g, m @ m, g @ g)), about)))
+        if not each:
+            return
+        sums = torch.stack([one.to(each[0].device) for one in each]).double().cpu()
+        if any(hasattr(p, "to_local") for group in groups for p in group["params"]):
             sums = summed(sums)
         sizes = (sums[:, 1] * sums[:, 2]).sqrt()
         known = (sizes > 0) & sizes.isfinite()
@@ -107,6 +104,12 @@ class Heading(Signal):
             self.noise, self.left = (float(noise.sum() / counts.sum()) for noise in noises)
             self.span = 1.0
 
+    def _pairs(self, groups: Groups, state: States) -> list[tuple[Tensor, Tensor, float, float]]:
+        """Elements of running means, and of gradients; what is left of a gradient's noise in the mean and in a step."""
+        pairs = [found for group in groups for found in _headings(group, state)]
+        every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
+        return [(_some(m, every), _some(g, every), noise, left) for m, g, noise, left in pairs]
+
     @property
     def share(self) -> float:
         """The share of signal in a step."""
@@ -114,12 +117,33 @@ class Heading(Signal):
         return 1 / (1 + 2 * self.left * rest / (linear + math.sqrt(linear**2 + 4 * self.noise * rest)))
 
 
+class Repeat(Heading):
+    """The same for optimizers that divide by gradients' sizes, and keep no running mean: a cosine of two gradients."""
+
+    last: Mapping[Tensor, Tensor] = {}  # elements of the gradients at the latest look, by parameter
+
+    def _pairs(self, groups: Groups, state: States) -> list[tuple[Tensor, Tensor, float, float]]:
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        every = math.ceil(sum(p.numel() for p in parameters) / _ELEMENTS) | 1
+        last, self.last = self.last, {p: _some(p.grad, every).clone() for p in parameters}
+        return [
+            (last[p].to(g.device), g, 1.0, 1.0) for p, g in self.last.items() if p in last and len(last[p]) == len(g)
+        ]
+
+    @property
+    def share(self) -> float:
+        """The share of signal in a squared gradient: two gradients have nothing else in common."""
+        return min(1.0, max(0.0, self.above))
+
+
 def signal_of(optimizer: Any) -> Signal | None:
     """What estimates the share, by the names of an optimizer's classes: the states do not tell, LAMB's are Adam's."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     if any(re.search("adam(?!ax|od)", name.lower()) for name in names):
         return Signal()
-    return Heading() if any(re.search("Muon|Lion", name) for name in names) else None
+    if any(re.search("Muon|Lion", name) for name in names):
+        return Heading()
+    return Repeat() if any(re.search("RMSprop|Ada(grad|delta|factor|max)", name) for name in names) else None
 
 
 def _some(tensor: Tensor, every: int) -> Tensor:

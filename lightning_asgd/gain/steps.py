@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.gain.estimate import Heading, signal_of
+from lightning_asgd.gain.estimate import signal_of
 
 __all__ = ["Gain"]
 
@@ -45,8 +46,8 @@ class _Steps:
     def __init__(self, optimizer: Any, workers: Callable[[], float], summed: Callable[[Tensor], Tensor]) -> None:
         self._optimizer, self._workers, self._summed = optimizer, workers, summed
         self._signal, self._taken, self.gain = signal_of(optimizer), 0, 0.0
-        by_name = any("adamw" in kind.__name__.lower() for kind in type(optimizer).__mro__)
-        self._decouples = by_name or isinstance(self._signal, Heading)
+        names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        self._decouples = any(re.search("adamw|adafactor|muon|lion", name) for name in names)
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
         self._before_step = optimizer.register_step_pre_hook(self._begin)
         self._after_step = optimizer.register_step_post_hook(self._end)

@@ -72,10 +72,7 @@ class Gateway:
         return self._process.pid
 
     def add(self, name: str, port: int) -> int:
-        """Let others reach a server's port on loopback. Returns the server's number.
-
-        Raises a ``ValueError`` if the name is not valid, or if there is no number any more.
-        """
+        """Let others reach a server's port on loopback, by the number returned; a ``ValueError`` if none is left."""
         if not (len(name) == _NAME and name.isalnum() and name.isascii()):
             raise ValueError(f"{name!r} names no server. Expected {_NAME} letters and digits.")
         with self._lock:

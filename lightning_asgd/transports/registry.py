@@ -45,10 +45,7 @@ class TransportKind(ABC):
         """Raise a ``ConfigurationError`` if a library that it needs is missing here."""
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        """Make the job's secret, if there is none, for processes that inherit this one's environment.
-
-        Raises a ``ConfigurationError`` where not all do and none was set, or where it is too short.
-        """
+        """Make the job's secret, if it has none; a ``ConfigurationError`` if one is too short, or not inherited."""
         job_secret.provide(one_machine=one_machine)
 
     @abstractmethod

@@ -105,11 +105,7 @@ class _Connection:
             self._broke(name, tensorpipe.ConnectionBrokenError("the network is unreachable"))
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """See :class:`LinkConnection`.
-
-        Making a connection for it would be dangerous: if this process ended meanwhile, TensorPipe would accept no
-        further connection to the server.
-        """
+        """Makes no connection: if this process ended meanwhile, TensorPipe would accept no other to the server."""
         name = self._name
 
         def failed(error: Exception) -> None:

@@ -229,11 +229,7 @@ def _fill(
 def fragments_of(
     parameters: Mapping[str, Tensor], number: int, num_servers: int, tables: Collection[str] = ()
 ) -> list[Layout]:
-    """One layout per fragment.
-
-    Each parameter, the largest first, goes to the fragment that is the smallest then. Of a table only some rows are
-    exchanged, so it counts as nothing.
-    """
+    """One layout per fragment: each parameter, the largest first, is in the smallest. Tables count as nothing."""
     number = min(number, len(parameters))
     sizes = {name: 0 if name in tables else parameter.numel() for name, parameter in parameters.items()}
     dealt: list[list[str]] = [[] for _ in range(number)]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asgd.gain import Gain, Signal
-from lightning_asgd.gain.estimate import Heading, signal_of
+from lightning_asgd.gain import Gain
+from lightning_asgd.gain.estimate import Heading, Signal, signal_of
 
 SIZE = 4000
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -113,6 +113,20 @@ def test_steps_of_one_size_are_longer_and_the_rate_is_the_users(kind: str) -> No
         assert optimizer.param_groups[0]["lr"] == 1e-3
     assert gain.latest == pytest.approx(2.0, rel=0.25)  # of pure noise
     assert moved[-1] == pytest.approx(gain.latest * moved[0], rel=0.1)  # the first step has none
+
+
+@pytest.mark.parametrize("kind", ["RMSprop", "Adagrad", "Adadelta", "Adafactor", "Adamax"])
+@pytest.mark.parametrize(("signal", "noise", "share"), [(1.0, 0.0, 1.0), (0.0, 1.0, 0.0), (1.0, 2.0, 0.2)])
+def test_without_a_running_mean_two_gradients_tell_the_share(
+    kind: str, signal: float, noise: float, share: float
+) -> None:
+    weights, other = nn.Parameter(torch.zeros(100, 120)), nn.Parameter(torch.zeros(3))  # the other has no gradient
+    optimizer = getattr(torch.optim, kind)([weights, other], lr=1e-3)
+    gain = Gain(lambda: 16.0)
+    gain.watch([optimizer])
+    train(optimizer, weights, 120, noise, signal)
+    assert gain.latest == pytest.approx(1 / math.sqrt(share + (1 - share) / 16), rel=0.12)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("value", [None, 0.0, 1e30, math.nan])
