@@ -125,10 +125,8 @@ class Repeat(Heading):
     def _pairs(self, groups: Groups, state: States) -> list[tuple[Tensor, Tensor, float, float]]:
         parameters = [p for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
         every = math.ceil(sum(p.numel() for p in parameters) / _ELEMENTS) | 1
-        last, self.last = self.last, {p: _some(p.grad, every).clone() for p in parameters}
-        return [
-            (last[p].to(g.device), g, 1.0, 1.0) for p, g in self.last.items() if p in last and len(last[p]) == len(g)
-        ]
+        old, self.last = self.last, {p: _some(p.grad, every).clone() for p in parameters}
+        return [(old[p].to(g.device), g, 1.0, 1.0) for p, g in self.last.items() if p in old and len(old[p]) == len(g)]
 
     @property
     def share(self) -> float:
