@@ -34,7 +34,7 @@ Groups = Iterable[Mapping[str, Any]]
 States = Mapping[Any, Mapping[str, Any]]
 Summed = Callable[[Tensor], Tensor]
 _FRESH = 0.3  # weight of the latest estimate
-_ELEMENTS = 1 << 14  # looked at, evenly spread: the mean over more is the same, and takes longer
+_ELEMENTS = 1 << 12  # looked at, evenly spread: the mean over more is the same, and takes longer
 
 
 @dataclass
