@@ -136,11 +136,11 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""
         folder, watch = tempfile.mkdtemp(prefix="pymp-"), supervisor.ensure_watch()
-        rank_variables.use_folder(folder)
         watch.remove_if_killed(folder)
+        multiprocessing.util.Finalize(None, _remove, (folder, processes := list[Any]()), exitpriority=-100)
+        rank_variables.use_folder(folder)
         with rank_variables.launching(folder), rank_variables.naming():
-            processes = self.start_scripts()
-        multiprocessing.util.Finalize(None, _remove, (folder, processes), exitpriority=-100)
+            processes += self.start_scripts()
         ScriptLauncher._started = 1 + len(processes)
         for local_rank, process in enumerate(processes, start=1):
             watch.add_worker(first + local_rank, process)

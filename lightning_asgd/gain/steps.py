@@ -77,8 +77,8 @@ class _Steps:
 
     def _end(self, *_: Any) -> None:
         self._restore()
-        if (hooks := self._before_step.hooks_dict_ref()) is not None:
-            hooks.move_to_end(self._before_step.id)  # others that came since may set the rate
+        if self._before_step.id in (hooks := self._before_step.hooks_dict_ref() or {}):
+            hooks.move_to_end(self._before_step.id)  # type: ignore[union-attr]  # others may set the rate
 
     def _lengthen(self) -> None:
         self._restore()  # an optimizer whose step calls that of its base class has hooks around both
