@@ -182,7 +182,7 @@ def digest() -> str:
 
 def cells(optimizers: Iterable[str], workers: int | None, seeds: int | None) -> Iterator[Cell]:
     """All runs, seed by seed, so that an interrupted table has equal rows."""
-    plan = [("Adam", 2, 10), ("SGD", 2, 10), ("AdamW", 2, 5), ("Adam", 4, 5)]
+    plan = [("Adam", 2, 10), ("SGD", 2, 10), ("AdamW", 2, 5), ("Adam", 4, 5), ("SGD", 4, 5)]
     for seed in range(1, 1 + max(count for *_, count in plan)):
         for optimizer, number, count in plan:
             chosen = optimizer in optimizers and workers in (None, number)
