@@ -186,7 +186,7 @@ class Fastest(DDPStrategy):
 
 
 def serve(holder: Holder, listener: socket.socket, workers: int) -> None:
-    """Answer so many workers until all have closed their links, or this process's parent is dead."""
+    """Accept this number of links, and answer each until its worker closes it, or rank 0 dies."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     threads = []
     for _ in range(workers):

@@ -5,9 +5,9 @@
     python benchmarks/race_text.py --fastest 2            # steps of the fastest 2 of 4 workers
 
 The character transformer of rules.py with AdamW, and four workers of one thread each. On two cores four equal workers
-would slow each other down, and one that sleeps would make the others faster. So all of them sleep before a step: with
-the CPU time of the previous one it then takes 80 ms, and a slow worker's 320 ms. Two of the workers are on each of the
-two machines that a cable of 100 Mbit/s joins. The worker alone is a fast one; its run counts in every scenario.
+would slow each other down, and the others would be faster beside a worker that sleeps. So every worker sleeps before
+each step, until that has taken 80 ms with the CPU time of the one before, and a slow worker's 320 ms. The cable of
+100 Mbit/s joins two machines with two workers each. The worker alone is a fast one; its run counts in every scenario.
 
 The goal is the held-out loss with which DDP ends two epochs, with the same seed and equal workers. The clock runs
 from the beginning of training to the end of the first validation at or below it; there are four in an epoch. The

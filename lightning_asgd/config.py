@@ -199,7 +199,7 @@ def _check_others(timeouts: Any, offload: Any, gain: Any, rule: Algorithm) -> No
 
 
 def seconds(name: str, value: Any) -> float:
-    """Check a time: a number above 0, not longer than clocks can be trusted with, or a ``ConfigurationError``."""
+    """Check a setting that is a time. Raises a ``ConfigurationError`` if it is not above 0, or too long for a clock."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
         return value
     raise ConfigurationError(

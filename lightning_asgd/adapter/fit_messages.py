@@ -117,7 +117,7 @@ def exchanges(config: ExchangeConfig, given: int = 0) -> str:
 
 
 def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any]) -> str | None:
-    """What to do where workers' updates learn more slowly than DDP's with the same settings, or move too far."""
+    """What to do where workers learn more slowly than DDP with the same settings, or move the weights too far."""
     algorithm = config.algorithm
     kinds = [next((base.__name__ for base in type(o).__mro__ if base.__name__ in _ADAPTIVE), "") for o in optimizers]
     names = [name for name in kinds if name]

@@ -89,7 +89,7 @@ def factor(scale: str | float, push: Push) -> float:
 
 
 def parse_scale(scale: object) -> str | float:
-    """``scale`` as it is used; a ``ConfigurationError`` unless it is a positive number, ``"mean"`` or ``"sum"``."""
+    """Check ``scale``. Raises a ``ConfigurationError`` if it is not ``"mean"``, ``"sum"`` or a positive number."""
     if isinstance(scale, str) and scale in ("mean", "sum"):
         return scale
     if isinstance(scale, (int, float)) and not isinstance(scale, bool) and math.isfinite(scale) and scale > 0:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Heading", "Signal", "signal_of"]
+__all__ = ["MomentumSignal", "Signal", "signal_of"]
 
 Groups = Iterable[Mapping[str, Any]]
 States = Mapping[Any, Mapping[str, Any]]
@@ -78,7 +78,7 @@ class Signal:
 
 
 @dataclass
-class Heading(Signal):
+class MomentumSignal(Signal):
     """The same for steps of one size, along a running mean of gradients: smoothed, its cosine with the gradient."""
 
     noise: float = 0.0  # what is left of a gradient's noise in the running mean
@@ -106,7 +106,7 @@ class Heading(Signal):
 
     def _pairs(self, groups: Groups, state: States) -> list[tuple[Tensor, Tensor, float, float]]:
         """Elements of running means, and of gradients; what is left of a gradient's noise in the mean and in a step."""
-        pairs = [found for group in groups for found in _headings(group, state)]
+        pairs = [found for group in groups for found in _momenta(group, state)]
         every = math.ceil(sum(m.numel() for m, *_ in pairs) / _ELEMENTS) | 1
         return [(_some(m, every), _some(g, every), noise, left) for m, g, noise, left in pairs]
 
@@ -117,8 +117,8 @@ class Heading(Signal):
         return 1 / (1 + 2 * self.left * rest / (linear + math.sqrt(linear**2 + 4 * self.noise * rest)))
 
 
-class Repeat(Heading):
-    """The same for optimizers that divide by gradients' sizes, and keep no running mean: a cosine of two gradients."""
+class GradientSignal(MomentumSignal):
+    """The same for optimizers that divide by sizes of gradients and keep no mean: the cosine of two gradients."""
 
     last: Mapping[Tensor, Tensor] = {}  # elements of the gradients at the latest look, by parameter
 
@@ -140,8 +140,8 @@ def signal_of(optimizer: Any) -> Signal | None:
     if any(re.search("adam(?!ax|od)", name.lower()) for name in names):
         return Signal()
     if any(re.search("Muon|Lion", name) for name in names):
-        return Heading()
-    return Repeat() if any(re.search("RMSprop|Ada(grad|delta|factor|max)", name) for name in names) else None
+        return MomentumSignal()
+    return GradientSignal() if any(re.search("RMSprop|Ada(grad|delta|factor|max)", name) for name in names) else None
 
 
 def _some(tensor: Tensor, every: int) -> Tensor:
@@ -174,7 +174,7 @@ def _moments(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, 
         yield kept["exp_avg"], kept["exp_avg_sq"], noise, (1 - second**n) / (1 - past) ** 2
 
 
-def _headings(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float, float]]:
+def _momenta(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, Tensor, float, float]]:
     """Per parameter: its running mean, its gradient, and what is left of this one's noise in the mean and in a step."""
     try:
         if (beta := group.get("momentum")) is None:

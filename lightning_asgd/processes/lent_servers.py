@@ -126,7 +126,7 @@ class ServerLender(LentServers):
     """The servers that this host of an elastic run lends, if it is ordered to."""
 
     def step(self, now: float, entry: HostEntry, reached_at: float) -> None:
-        """Start and end lent servers; ``reached_at``: when the latest question was sent that the host has answered."""
+        """Start and end lent servers. ``reached_at``: when the latest question that the host has answered was sent."""
         order = self.rendezvous.peek(_ORDER_KEY, dict) or {}
         given = not entry.serves and (order.get("by"), order.get("term")) == (entry.present, entry.term)
         self._lease_s = entry.lease_s

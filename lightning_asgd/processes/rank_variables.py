@@ -171,7 +171,7 @@ def detect() -> bool:
 
 
 def use_folder(folder: str | None) -> None:
-    """Have the sockets of this process's loaders in a folder: one that is killed cannot remove a folder of its own."""
+    """Let this process's loaders put their sockets into a folder: a killed loader cannot remove one of its own."""
     multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 

@@ -107,7 +107,7 @@ class _Direction:
         self._free_at = 0.0
 
     def send(self, nbytes: int, first: float, last: float, *, urgent: bool = False) -> tuple[float, float]:
-        """Send a message that begins and ends at these times, an ``urgent`` one before others: when it arrives."""
+        """Send a message whose first and last byte are ready at these times. Returns when they arrive."""
         if urgent:
             return first + self.link.latency_s, last + self.link.latency_s
         begun = max(first, self._free_at)

@@ -27,7 +27,7 @@ _PER_SOURCE = {
 
 
 def hugging_face(dataset: Any) -> ShardedData | str:
-    """The shards of a ``datasets.IterableDataset``, also of one that was split by node, or why it has none."""
+    """The shards of a ``datasets.IterableDataset``, or why it has none. A split by node is undone: all share them."""
     if dataset._starting_state_dict is not None:
         return "a state was loaded into the data set"
     source, shuffled, generators = dataset._ex_iterable, False, []

@@ -72,7 +72,7 @@ class Gateway:
         return self._process.pid
 
     def add(self, name: str, port: int) -> int:
-        """Let others reach a server's port on loopback, by the number returned; a ``ValueError`` if none is left."""
+        """Lead others to a server's port on loopback. Returns its number. Raises a ``ValueError`` if it gets none."""
         if not (len(name) == _NAME and name.isalnum() and name.isascii()):
             raise ValueError(f"{name!r} names no server. Expected {_NAME} letters and digits.")
         with self._lock:

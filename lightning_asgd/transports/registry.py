@@ -45,7 +45,7 @@ class TransportKind(ABC):
         """Raise a ``ConfigurationError`` if a library that it needs is missing here."""
 
     def provide_secret(self, *, one_machine: bool) -> None:
-        """Make the job's secret, if it has none; a ``ConfigurationError`` if one is too short, or not inherited."""
+        """Make the job's secret if there is none. Raises a ``ConfigurationError`` if it is too short or not for all."""
         job_secret.provide(one_machine=one_machine)
 
     @abstractmethod

@@ -105,7 +105,7 @@ class _Connection:
             self._broke(name, tensorpipe.ConnectionBrokenError("the network is unreachable"))
 
     def acknowledge(self, arrived: list[int]) -> None:
-        """Makes no connection: if this process ended meanwhile, TensorPipe would accept no other to the server."""
+        """Make no connection: if this process ended meanwhile, TensorPipe would accept no other to the server."""
         name = self._name
 
         def failed(error: Exception) -> None:

@@ -260,7 +260,7 @@ class Replica:
         with torch.no_grad():
             for r, x in self._values(write=False):
                 pairs = zip(torch.split(x, r.sizes), torch.split(self._agreed(r).to(x.device), r.sizes), strict=True)
-                changed = (i for i, pair in enumerate(pairs) if not torch.equal(*map(as_bytes, pair)))  # or NaN
+                changed = (i for i, pair in enumerate(pairs) if not torch.equal(*map(as_bytes, pair)))  # NaN, too
                 found |= {r.places[i][0]: None for i in changed}
         names = [self.layout.tensors[index].name for index in found]
         return names if self.rows is None else [*names, *self.rows.changed()]

@@ -18,7 +18,7 @@ __all__ = ["ElasticReplica", "GradientReplica", "MixingReplica", "replica_for"]
 
 
 class GradientReplica(Replica):
-    """Pushes the sum of its gradients since the last push. Takes up to three vectors more, if it remembers."""
+    """Pushes the sum of its gradients since the last push. Takes one vector more, or up to three if it remembers."""
 
     _pushes_gradients = True
     _derives = False

@@ -97,7 +97,7 @@ class SessionClient:
         return replace(attached, notes={name: _read(value) for name, value in attached.notes.items()})
 
     def leave(self, reason: str = "", worker: int | None = None, pid: int | None = None, *, details: str = "") -> None:
-        """Leave the session on all servers but lost ones, or report that another process here, a worker's, is gone."""
+        """Leave the session on all living servers, or report that another worker's process on this machine is gone."""
         message = Leave(*self.connection.sender, reason, details=details)
         if worker is not None:
             process = this_process() if pid is None else machine_and_pid(pid)

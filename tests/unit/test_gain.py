@@ -1,4 +1,4 @@
-"""Longer steps of Adam, Muon and Lion."""
+"""Longer steps of optimizers whose steps do not grow with their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asgd.gain import Gain
-from lightning_asgd.gain.estimate import Heading, Signal, signal_of
+from lightning_asgd.gain.estimate import MomentumSignal, Signal, signal_of
 
 SIZE = 4000
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -89,7 +89,7 @@ def test_the_mean_of_steps_of_one_size_is_as_much_shorter_than_ddps(kind: str, n
         before = [weights.detach().clone() for weights in all_weights]
         if step > 60 and step % 10 == 0:
             for found, optimizer in zip(signals, optimizers, strict=False):
-                assert isinstance(found, Heading)
+                assert isinstance(found, MomentumSignal)
                 found.add(optimizer.param_groups, optimizer.state)
         for optimizer in optimizers:
             optimizer.step()
@@ -135,7 +135,7 @@ def test_gradients_that_are_missing_or_not_finite_say_nothing(value: float | Non
     optimizer = FIXED["Lion"]([weights])
     train(optimizer, weights, 2, 1.0)
     weights.grad = None if value is None else torch.full((100, 120), value)
-    found = Heading()
+    found = MomentumSignal()
     found.add(optimizer.param_groups, optimizer.state)
     assert found.gain(4) == 1.0
 
@@ -152,7 +152,7 @@ def test_only_gradients_and_means_that_fit_together_count() -> None:
     state[weights[4]] = {"exp_avg": -torch.ones(100, 120), "exp_avg_sq": torch.ones(100, 120)}
     state[weights[5]]["exp_avg"] = -torch.ones(100, 120)
     others = [{"params": weights[5:], **about} for about in ({}, {"betas": None}, {"betas": (0.9,)}, {"momentum": "x"})]
-    found = Heading()
+    found = MomentumSignal()
     found.add([*others, {"params": weights[:5], "betas": (0.9, 0.99)}], state)
     assert found.above == pytest.approx(1.0)
 
