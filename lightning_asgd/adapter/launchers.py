@@ -60,6 +60,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
     """Starts the servers, then the script once more for every further device. Extends Lightning's script launcher."""
 
     _started = 0  # processes on this machine, by this one
+    _sockets = ""  # the folder of all loaders' sockets
 
     def __init__(self, job: TrainingJob, cluster_environment: Any, num_processes: int, num_nodes: int) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
@@ -88,8 +89,10 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             self.tree.set_num_threads(num_processes=self.num_processes)
             return function(*args, **kwargs)
         finally:
-            if program is not None:
+            if program is not None:  # Ray ends its processes without their exit handlers
                 program.remove()
+                shutil.rmtree(self._sockets, ignore_errors=True)
+                rank_variables.use_folder(None)
 
     def _check(self, place: Surroundings) -> None:
         """Raise where the environment names other workers than the Trainer; say that others start them, if they do."""
@@ -135,11 +138,11 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
 
     def _start_workers(self, first: int) -> None:
         """Start this machine's other workers; ``first`` is the rank of its first one."""
-        folder, watch = tempfile.mkdtemp(prefix="pymp-"), supervisor.ensure_watch()
-        watch.remove_if_killed(folder)
-        multiprocessing.util.Finalize(None, _remove, (folder, processes := list[Any]()), exitpriority=-100)
-        rank_variables.use_folder(folder)
-        with rank_variables.launching(folder), rank_variables.naming():
+        watch, self._sockets = supervisor.ensure_watch(), tempfile.mkdtemp(prefix="pymp-")
+        watch.remove_if_killed(self._sockets)
+        multiprocessing.util.Finalize(None, _remove, (self._sockets, processes := list[Any]()), exitpriority=-100)
+        rank_variables.use_folder(self._sockets)
+        with rank_variables.launching(self._sockets), rank_variables.naming():
             processes += self.start_scripts()
         ScriptLauncher._started = 1 + len(processes)
         for local_rank, process in enumerate(processes, start=1):

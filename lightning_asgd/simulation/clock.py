@@ -9,10 +9,7 @@ __all__ = ["VirtualClock"]
 
 
 class VirtualClock:
-    """A list of scheduled events; time jumps from one to the next. Calling it returns the current time in seconds.
-
-    Events at the same time happen in the order in which they were scheduled.
-    """
+    """Scheduled events; time jumps from one to the next, in the order of their scheduling. Returns the time in s."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -21,10 +21,7 @@ _OPEN = 4  # shards at a time: one, and near the end of an epoch those that othe
 
 
 class StreamReader:
-    """Reads what is granted of one epoch.
-
-    ``read`` returns the samples of a shard from a position on. ``ends`` tells where the shards' numbers end.
-    """
+    """Reads what is granted of an epoch: ``read`` returns a shard's samples from a position on, up to its ``ends``."""
 
     def __init__(self, read: Callable[[int, int], Iterator[Any]], ends: Sequence[int]) -> None:
         self._read = read

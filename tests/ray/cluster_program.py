@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -119,6 +120,8 @@ def train_in_a_task(folder: str) -> dict[str, Any]:
     trainer = pl.Trainer(strategy=ASGDStrategy(), **about)
     trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(64, 2)), batch_size=4))
     left = [str(path) for path in Path(tempfile.gettempdir()).glob("lightning_asgd-*/program")]
+    if multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        left.append("a folder of sockets, which Ray's process would not remove")
     ranks = {path.name: int(path.read_text()) for path in Path(folder).glob("rank-*")}
     drawn = sorted({path.read_text() for path in Path(folder).glob("drawn-*")})
     mine = {"first_is_mine": ranks.get("rank-0") == os.getpid(), "drawn": drawn}
