@@ -31,6 +31,7 @@ from lightning_asgd.errors import WorkerLostError
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
 from lightning_asgd.loop.training_job import STOP_S, TrainingJob, has_connected
 from lightning_asgd.processes import rank_variables, supervisor
+from lightning_asgd.processes.interruptions import ignoring_children
 from lightning_asgd.protocol import Policy
 from lightning_asgd.stats import ExchangeStats
 from lightning_asgd.transports import job_secret, registry
@@ -243,8 +244,9 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         except BaseException as error:
             # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
             # here.
-            self._save(trainer, error)
-            self.strategy.on_exception(error)
+            with ignoring_children():
+                self._save(trainer, error)
+                self.strategy.on_exception(error)
             if not self.policy.abort and isinstance(error, Exception):
                 log.warning("Worker %d failed; the others continue without it.", local_rank, exc_info=True)
             raise

@@ -21,7 +21,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables, supervisor
-from lightning_asgd.processes.interruptions import is_brief
+from lightning_asgd.processes.interruptions import ignoring_children, is_brief
 from lightning_asgd.protocol import LeaseHoldings, Policy
 from lightning_asgd.transports.registry import kind_of
 from lightning_asgd.worker.collectives import Collectives, Phase
@@ -231,6 +231,7 @@ class Fleet:
         if overseer is not None:
             overseer.on_worker_exit(None)
 
+    @ignoring_children()
     def fail(self, error: BaseException) -> None:
         """Report a failure at once, so that no worker waits for this one, and worker 0 can log it."""
         self._failed = True

@@ -5,17 +5,19 @@ In a plain loop that is between two batches. Ray's driver and islands use parts 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from lightning_asgd.errors import ServerLostError, WorkerLostError
 
-__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "end_briefly", "is_brief", "raised_by"]
+__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "end_briefly", "ignoring_children", "is_brief", "raised_by"]
 
 TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
 TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
@@ -24,6 +26,18 @@ TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
 def raised_by(number: int) -> BaseException:
     """What a signal raises: :class:`KeyboardInterrupt` for Ctrl-C, else :class:`SystemExit`."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def ignoring_children() -> Iterator[None]:
+    """Ignore the ends of child processes: torch's handler raises if a loader was killed, and would cut a report off."""
+    handles = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if handles else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGCHLD, before)
 
 
 def end_briefly(error: BaseException) -> None:

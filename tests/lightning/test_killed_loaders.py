@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.processes import rank_variables
+from lightning_asgd.worker.session_client import HeartbeatThread
 from tests.helpers.programs import environment
 from tests.lightning.models import Regression
 from tests.lightning.test_processes import wait_until
@@ -25,11 +26,28 @@ from tests.lightning.test_processes import wait_until
 KILLED = "LOADERS"
 
 
+def fail_twice() -> None:
+    """Raise, and have a loader's end raise another error while the first one is reported, as torch's handler does."""
+
+    def cry(*_: object) -> None:
+        raise RuntimeError("a loader has ended, too")
+
+    def stop(thread: HeartbeatThread) -> None:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        stopping(thread)
+
+    signal.signal(signal.SIGCHLD, cry)
+    stopping, HeartbeatThread.stop = HeartbeatThread.stop, stop  # type: ignore[method-assign]
+    raise ValueError("the first error")
+
+
 class Killing(Regression):
-    """Kills the loaders of worker 1, or the main process."""
+    """Kills the loaders of worker 1, or the main process; or fails while loaders end."""
 
     def on_train_batch_end(self, *args: object) -> None:
         if self.global_rank == 1 and self.trainer.global_step == 2:
+            if sys.argv[1] == "twice":
+                fail_twice()
             if sys.argv[1] == "main":
                 os.kill(os.getppid(), signal.SIGKILL)
                 return
@@ -61,6 +79,12 @@ def test_a_killed_loader_leaves_no_socket_behind(tmp_path: Path, start: str) -> 
     assert "DataLoader worker" in done.stderr
     assert "FileNotFoundError" not in done.stderr
     assert left(tmp_path) == []
+
+
+def test_a_failure_is_reported_whole_while_loaders_end(tmp_path: Path) -> None:
+    done = job(tmp_path, "twice", "fork")
+    assert done.returncode == 0, done.stderr
+    assert "it raised ValueError: the first error" in done.stderr
 
 
 def test_a_killed_main_process_leaves_no_socket_behind(tmp_path: Path) -> None:
