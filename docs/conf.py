@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import os
 from typing import Any
 
 from docutils import nodes
 from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
 
 import lightning_asgd
+from lightning_asgd.cli.command_line import main
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +44,8 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["State", "Staleness", "Departures"]
 napoleon_use_ivar = True
 
+internals = {"architecture", "performance", "benchmarks", "changelog", "contributing"}  # not what a search is for
+
 nitpicky = True
 nitpick_ignore_regex = [
     # Others' classes: a build needs no network, so nothing is known of their documentation.
@@ -51,9 +58,24 @@ html_math_renderer = "mathml"
 def setup(app: Any) -> None:
     """Formulas as MathML, which browsers draw by themselves: no script, and nothing fetched from elsewhere."""
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
+    app.add_directive("help-of", HelpOf)
+    app.connect("doctree-read", _keep_out_of_search)
     app.connect("missing-reference", _find_anywhere)
     app.connect("autodoc-process-signature", _show_arguments)
     app.connect("autodoc-process-docstring", _keep_attributes_text, priority=400)
+
+
+class HelpOf(SphinxDirective):
+    """What ``lightning-asgd COMMAND --help`` prints, in a terminal of 80 columns."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        said = io.StringIO()
+        os.environ["COLUMNS"] = "80"
+        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            main([self.arguments[0], "--help"])
+        return [nodes.literal_block(text=said.getvalue(), language="text")]
 
 
 def _inline_math(translator: Any, node: nodes.math) -> None:
@@ -72,6 +94,11 @@ def _mathml(node: nodes.math | nodes.math_block, **options: bool) -> str:
     except MathError as error:
         log.warning("%s: %s", node.astext(), error, location=node)
         return ""
+
+
+def _keep_out_of_search(app: Any, doctree: nodes.document) -> None:
+    if app.env.docname in internals:
+        app.env.metadata[app.env.docname]["nosearch"] = "true"
 
 
 def _find_anywhere(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:

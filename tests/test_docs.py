@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import json
 import re
 import shlex
 import shutil
@@ -105,6 +106,21 @@ def test_the_site_builds_without_warnings_and_every_local_link_and_anchor_resolv
 def test_the_site_fetches_nothing_from_elsewhere(site: Path) -> None:
     for path in site.rglob("*.html"):
         assert not [link for link in _Links(path.read_text()).fetched if urlsplit(link).netloc], path.name
+
+
+@pytest.mark.timeout(600)
+def test_every_commands_help_stands_on_a_page(site: Path) -> None:
+    text = (site / "commands.html").read_text()
+    assert all(f"usage: lightning-asgd {command} [-h]" in text for command in COMMANDS)
+
+
+@pytest.mark.timeout(600)
+def test_a_search_finds_no_internals(site: Path) -> None:
+    found = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    terms = {found["docnames"].index(page) for page in ("architecture", "changelog")}
+    of = [{pages} if isinstance(pages, int) else set(pages) for pages in found["terms"].values()]
+    assert of
+    assert not [1 for pages in of if pages & terms]
 
 
 @pytest.mark.timeout(600)
