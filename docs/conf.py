@@ -71,6 +71,7 @@ class HelpOf(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        """Print the help into the page."""
         said = io.StringIO()
         os.environ["COLUMNS"] = "80"
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
