@@ -4,14 +4,17 @@
     python examples/wandb_workspace.py my-team digits           # needs an account: wandb login
     python examples/wandb_workspace.py my-team digits --print   # sends nothing, and needs neither account nor network
 
-Each chart has one line for all workers together, and one for each worker.
+Each chart has one line for all workers together, and one for each worker: with ASGDMonitor(detail="all") in all charts,
+else in those of samples per second and of waiting.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 
+import pytorch_lightning.loggers.wandb
 import wandb_workspaces.reports.v2 as panels
 import wandb_workspaces.workspaces as workspaces
 
@@ -51,6 +54,9 @@ SECTIONS = {
     },
 }
 OF_ALL_ONLY = {"workers/alive"}
+# Lightning's name of the Trainer's step, which a later release shortens.
+NAMES_OF_STEP = ("trainer/global_step", "global_step")
+STEP = next(n for n in NAMES_OF_STEP if f'"{n}"' in inspect.getsource(pytorch_lightning.loggers.wandb.WandbLogger))
 
 
 def expression(name: str) -> str:
@@ -65,8 +71,7 @@ def workspace(entity: str, project: str) -> workspaces.Workspace:
             name=section,
             is_open=True,
             panels=[
-                panels.LinePlot(title=title, x="trainer/global_step", metric_regex=expression(name))
-                for title, name in charts.items()
+                panels.LinePlot(title=title, x=STEP, metric_regex=expression(name)) for title, name in charts.items()
             ],
         )
         for section, charts in SECTIONS.items()

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,22 +23,24 @@ from lightning_asgd.monitoring.metric_log import Entry, MetricLog
 __all__ = ["ASGDMonitor", "log_folder"]
 
 _READ_S = 1.0  # at least, between two readings of a worker's metrics
+_OF_EACH = ("samples_per_s", "wait/share")  # what is logged of each worker without ``detail="all"``
 
 
 class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     """Logs what the workers of a fit do: staleness, exchanges, waiting, throughput, and who is alive.
 
     A Trainer with a logger and an :class:`~lightning_asgd.ASGDStrategy` gets one by itself. Everything goes to the
-    Trainer's loggers under ``asgd/...``, of all workers together and of each, at most every few seconds and at sync
-    points; docs/monitoring.md lists it. Worker 0 also writes it to ``asgd.jsonl`` beside the logs, for
-    ``lightning-asgd report``. The other workers' figures are those of their latest heartbeat. Extends Lightning's
-    ``Callback``.
+    Trainer's loggers under ``asgd/...``, at most every few seconds and at sync points; docs/monitoring.md lists it.
+    Worker 0 also writes all of it to ``asgd.jsonl`` beside the logs, for ``lightning-asgd report``. The other workers'
+    figures are those of their latest heartbeat. Extends Lightning's ``Callback``.
 
     Args:
         every_n_seconds: seconds between two times of logging, sync points excepted.
+        detail: ``"summary"``: the loggers get every metric of all workers together, and of each worker its samples per
+            second and the share of its time that it waited. ``"all"``: they get every metric of each worker.
 
     Raises:
-        ConfigurationError: ``every_n_seconds`` is not a number above 0.
+        ConfigurationError: ``every_n_seconds`` is not a number above 0, or ``detail`` is another word.
 
     Example:
         >>> from pytorch_lightning import Trainer
@@ -46,12 +48,14 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         >>> trainer = Trainer(strategy=ASGDStrategy(), callbacks=[ASGDMonitor(every_n_seconds=30)], accelerator="cpu")
     """
 
-    def __init__(self, every_n_seconds: float = 5.0) -> None:
+    def __init__(self, every_n_seconds: float = 5.0, detail: Literal["summary", "all"] = "summary") -> None:
         if not isinstance(every_n_seconds, (int, float)) or isinstance(every_n_seconds, bool) or every_n_seconds <= 0:
             raise ConfigurationError(
                 f"ASGDMonitor(every_n_seconds={every_n_seconds!r}). Expected a number of seconds above 0."
             )
-        self.every_n_seconds = every_n_seconds
+        if detail not in ("summary", "all"):
+            raise ConfigurationError(f"ASGDMonitor(detail={detail!r}). Expected 'summary' or 'all'.")
+        self.every_n_seconds, self.detail = every_n_seconds, detail
         self._read_s = min(_READ_S, every_n_seconds)
         self._meter: Meter | None = None
         self._journal: MetricLog | None = None
@@ -177,7 +181,9 @@ class ASGDMonitor(CallbackExtension, Extension):  # type: ignore[misc]
         together = {**measures(list(windows.values())), "workers/alive": float(len(living))}
         metrics = {f"asgd/{name}": value for name, value in together.items()}
         for worker, window in windows.items():
-            metrics |= {f"asgd/worker{worker}/{name}": value for name, value in measures([window]).items()}
+            of_each = measures([window])
+            names = [name for name in of_each if self.detail == "all" or name in _OF_EACH]
+            metrics |= {f"asgd/worker{worker}/{name}": of_each[name] for name in names}
         counts, edges = bars(staleness(figures.values()))
         for logger in trainer.loggers:
             logger.log_metrics({**metrics, **_histogram(logger, counts, edges)}, step=step)

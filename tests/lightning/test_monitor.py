@@ -5,6 +5,7 @@ import csv
 import importlib
 import pickle
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ COUNTED = {"tokens_per_s", "outer_gain", "gain", "tables/hits", "tables/age"}
 NAMES = {f"asgd/{name}" for name in set(METRICS) - COUNTED} | {"asgd/workers/alive"}
 
 
-def of_workers(number: int) -> set[str]:
-    return NAMES | {f"asgd/worker{worker}/{name}" for worker in range(number) for name in set(METRICS) - COUNTED}
+def of_workers(number: int, names: Iterable[str] = ("samples_per_s", "wait/share")) -> set[str]:
+    return NAMES | {f"asgd/worker{worker}/{name}" for worker in range(number) for name in names}
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -53,13 +54,17 @@ def test_weights_and_biases_has_every_metric_of_every_worker(tmp_path: Path, mon
 
     logger = pl.loggers.WandbLogger(save_dir=str(tmp_path), project="p")
     fit = trainer(
-        tmp_path, ASGDStrategy(nsync=3, start_method="fork"), logger=logger, callbacks=[ASGDMonitor(0.2)], max_epochs=6
+        tmp_path,
+        ASGDStrategy(nsync=3, start_method="fork"),
+        logger=logger,
+        callbacks=[ASGDMonitor(0.2, "all")],
+        max_epochs=6,
     )
     fit.fit(Finished(), loader(1024), loader(64))
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found = contents(file)
     history = found["history"]
-    assert of_workers(2) <= set(history)
+    assert of_workers(2, set(METRICS) - COUNTED) <= set(history)
     assert history["asgd/workers/alive"] == 2
     assert history["asgd/samples_per_s"] > history["asgd/worker1/samples_per_s"] > 0
     assert history["asgd/staleness/histogram"]["_type"] == "histogram"
@@ -73,7 +78,7 @@ def test_weights_and_biases_has_every_metric_of_every_worker(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("tree", [pl, lightning.pytorch])
-def test_a_logger_gets_everything_by_itself_in_both_trees(tmp_path: Path, tree: Any) -> None:
+def test_a_logger_gets_a_summary_by_itself_in_both_trees(tmp_path: Path, tree: Any) -> None:
     class Small(tree.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -234,6 +239,8 @@ def test_the_loss_is_that_of_training_step(outputs: Any, accumulated: int, loss:
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "often", None])
 def test_wrong_arguments_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^ASGDMonitor\(detail='most'\). Expected 'summary' or 'all'.$"):
+        ASGDMonitor(detail="most")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"every_n_seconds=.*Expected a number of seconds above 0"):
         ASGDMonitor(value)
     with pytest.raises(ConfigurationError, match=r"monitor='yes'\. Expected True or False"):

@@ -6,8 +6,10 @@ import importlib.util
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import pytorch_lightning.loggers
 
 from lightning_asgd.monitoring.metric_definitions import METRICS
 from tests.helpers import pages
@@ -42,6 +44,12 @@ def charts(example: Any) -> list[tuple[str, str, str]]:
 def test_every_metric_is_in_one_chart_with_all_workers_of_it(example: Any) -> None:
     found = [name for *_, expression in charts(example) for name in LOGGED if re.search(expression, name)]
     assert sorted(found) == sorted(LOGGED)
+
+
+def test_the_axis_is_what_this_lightning_logs(example: Any) -> None:
+    logger = pytorch_lightning.loggers.WandbLogger(offline=True, experiment=(run := MagicMock()))
+    logger.log_metrics({"loss": 1.0}, step=3)
+    assert run.log.call_args[0][0][example.STEP] == 3
 
 
 def test_the_page_lists_these_charts(example: Any) -> None:
