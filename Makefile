@@ -7,6 +7,10 @@ OLDEST := .venv-oldest
 NEWEST_PYTHON ?= python3.13
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
+# Developers install all extras and a dependency group, for which an older pip has no option.
+EXTRAS := cli,examples,ray,report,wandb,zmq
+INSTALL := -m pip install --quiet --disable-pip-version-check
+NEW_PIP := 'pip>=25.1'
 # Hundreds of processes import torch, and without its byte code each of them compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 # Groups of tests run side by side, since many tests wait for processes: all that is in no group prints as it runs, beside
@@ -27,7 +31,8 @@ endef
 define install-beside
 @echo "Installing the project and the versions of $(3) into $(1): this takes some minutes."
 @$(2) -m venv $(1)
-@$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(3) -e '.[dev]'
+@$(1)/bin/python $(INSTALL) $(NEW_PIP)
+@$(1)/bin/python $(INSTALL) --no-compile -c $(3) -e '.[$(EXTRAS)]' --group dev
 @touch $@
 endef
 
@@ -203,8 +208,8 @@ soak: $(VENV)/.installed-examples ## 200 short fits in a row leave nothing behin
 loop: $(VENV)/.installed-dev ## plain loops and Fabric: accuracy beside a Trainer, speed beside loops that never talk, a killed worker
 	@$(RUN) benchmarks/plain_loop.py
 
-wheels: $(VENV)/.installed-dev ## build sdist and wheel, and try each extra in an empty environment
-	@$(RUN) benchmarks/wheels.py $(if $(ONLY),--only $(ONLY))
+wheels: $(VENV)/.installed-dev ## build and check sdist and wheel, and try them in empty environments; ONLY=, OLDEST_PYTHON=, NEWEST_PYTHON=
+	@$(RUN) benchmarks/wheels.py $(if $(ONLY),--only $(ONLY),--pythons $(OLDEST_PYTHON) $(NEWEST_PYTHON))
 
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
 	@$(RUN) -m benchmarks.newcomer
@@ -217,14 +222,16 @@ clean: ## remove .venv, caches and results
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) results build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp per extra: pip runs again only after a change of pyproject.toml or constraints.txt. Compiling everything would
-# take a minute, so Python compiles what it imports, and keeps it: every process of the tests would do it again otherwise.
+# A stamp per group, and one for the examples: pip runs again only after a change of pyproject.toml or constraints.txt.
+# Compiling everything would take a minute, so Python compiles what it imports, and keeps it: every process of the tests
+# would do it again otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(RUN)
-	@echo "Installing the project and its $* extras into $(VENV): torch is large, the first time takes some minutes."
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$*]'
+	@echo "Installing the project and what $* needs into $(VENV): torch is large, the first time takes some minutes."
+	@$(RUN) $(INSTALL) $(NEW_PIP)
+	@$(RUN) $(INSTALL) --no-compile -c constraints.txt $(if $(filter examples,$*),-e '.[examples]',-e '.[$(EXTRAS)]' --group $*)
 	@touch $@
-	@$(if $(filter dev,$*),touch $(VENV)/.installed-examples)
+	@$(if $(filter dev,$*),touch $(VENV)/.installed-docs $(VENV)/.installed-examples)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(call install-beside,$(OLDEST),$(OLDEST_PYTHON),constraints-oldest.txt)

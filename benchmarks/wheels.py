@@ -1,11 +1,16 @@
-"""The package as users install it: sdist and wheel are built, and each extra is tried in an empty environment.
+"""The package as users install it: sdist and wheel are checked, and each extra is tried in an empty environment.
 
     python benchmarks/wheels.py
     python benchmarks/wheels.py --only zmq wandb
+    python benchmarks/wheels.py --pythons python3.10 python3.13
 
-The wheel is built from the sdist. For each extra, and for none, it is installed into a new virtual environment, with
-the versions of constraints.txt. There, outside of the repository, it is imported, ``lightning-asgd --version`` is
-called, two workers fit, and what the extra is for is used. Most of the time goes to installing torch, a minute each.
+The wheel is built from the sdist, and must have the bytes of one that is built from the tree: the sdist lacks nothing,
+and a release that is built again is the same file. Both must pass twine's check, and the wheel check-wheel-contents.
+
+For each extra, for none, with ``lightning`` beside ``pytorch-lightning``, and for each of ``--pythons``, the wheel is
+installed into a new virtual environment, with the versions of constraints.txt. There, outside of the repository, it is
+imported, ``lightning-asgd --version`` is called, two workers fit, and what the extra is for is used. Most of the time
+goes to installing torch, a minute each.
 
 Exits with 1 if anything fails.
 """
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +32,7 @@ SECONDS = 600.0  # for a command
 FIT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-import pytorch_lightning as pl
+import LIGHTNING as pl
 from lightning_asgd import ASGDMonitor, ASGDStrategy
 
 
@@ -67,11 +73,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "ray": ("python", "-c", "import lightning_asgd.ray, ray.train"),
     "wandb": ("python", "-c", "import pathlib; assert list(pathlib.Path('wandb').glob('offline-run-*'))"),
     "examples": ("python", "-c", "import sklearn, torchvision, jsonargparse"),
-    "docs": ("python", "-c", "import sphinx, myst_parser, furo"),
-    "screenshots": ("python", "-c", "import playwright.sync_api, pyte"),
-    "engines": ("python", "-c", "import kubeflow_trainer_api, kubernetes_validate"),
-    "dev": ("python", "-c", "import hypothesis, lightning, mlflow, mypy, nbclient, pytest, tensorboard"),
 }
+LIGHTNING = "lightning"  # the other package's Trainer
+CHECKERS = ("build", "twine", "check-wheel-contents")
+NOT_OF_THE_TREE = (".*", "__pycache__", "*.egg-info", "build", "dist", "results")
 
 
 def call(*command: str, cwd: Path, **variables: str) -> str:
@@ -93,9 +98,9 @@ def call(*command: str, cwd: Path, **variables: str) -> str:
     return done.stdout
 
 
-def environment(folder: Path) -> Path:
+def environment(folder: Path, python: str = sys.executable) -> Path:
     """A new virtual environment; returns the folder of its programs."""
-    call(sys.executable, "-m", "venv", str(folder), cwd=folder.parent)
+    call(python, "-m", "venv", str(folder), cwd=folder.parent)
     return folder / "bin"
 
 
@@ -105,24 +110,33 @@ def install(programs: Path, *what: str) -> None:
 
 
 def build(folder: Path) -> Path:
-    """Build sdist and wheel, the wheel from the sdist. Returns the wheel."""
+    """Build sdist and wheel, the wheel from the sdist, and check both. Returns the wheel."""
     programs = environment(folder / "builder")
-    install(programs, "build")
-    made = folder / "dist"
-    call(str(programs / "python"), "-m", "build", "--outdir", str(made), str(ROOT), cwd=folder)
-    (wheel,) = made.glob("*.whl")
-    (sdist,) = made.glob("*.tar.gz")
+    install(programs, *CHECKERS)
+    tree, made, again = folder / "tree", folder / "dist", folder / "again"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_OF_THE_TREE))
+    when = call("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+    command = str(programs / "python"), "-m", "build", str(tree), "--outdir"
+    call(*command, str(made), cwd=folder, SOURCE_DATE_EPOCH=when)
+    call(*command, str(again), "--wheel", cwd=folder, SOURCE_DATE_EPOCH=when)
+    (wheel,), (sdist,), (direct,) = made.glob("*.whl"), made.glob("*.tar.gz"), again.glob("*.whl")
     print(f"built {sdist.name} ({sdist.stat().st_size:,} bytes) and {wheel.name} ({wheel.stat().st_size:,} bytes)")
+    assert wheel.read_bytes() == direct.read_bytes(), "the sdist builds another wheel than the tree"
+    call(str(programs / "twine"), "check", "--strict", str(sdist), str(wheel), cwd=folder)
+    call(str(programs / "check-wheel-contents"), str(wheel), cwd=folder)
+    print("PASS  the sdist builds the bytes that the tree builds; twine and check-wheel-contents", flush=True)
     return wheel
 
 
-def try_out(wheel: Path, extra: str, folder: Path) -> None:
-    """Install the wheel with an extra into an empty environment, and use it there."""
-    programs = environment(folder / "environment")
-    install(programs, f"{wheel}[{extra}]" if extra else str(wheel))
+def try_out(wheel: Path, case: str, folder: Path) -> None:
+    """Install the wheel with an extra, or as another case says, into an empty environment, and use it there."""
+    extra = case if case in EXTRAS else ""
+    programs = environment(folder / "environment", sys.executable if case in (*EXTRAS, LIGHTNING) else case)
+    install(programs, f"{wheel}[{extra}]" if extra else str(wheel), *([LIGHTNING] if case == LIGHTNING else []))
     work = folder / "work"
     work.mkdir()
     script = FIT.replace("LOGGER", WANDB if extra == "wandb" else CSV)
+    script = script.replace("LIGHTNING", "lightning.pytorch" if case == LIGHTNING else "pytorch_lightning")
     (work / "fit.py").write_text(script.replace("TRANSPORT", "zmq" if extra == "zmq" else "auto"))
     where = call(str(programs / "python"), "-c", "import lightning_asgd; print(lightning_asgd.__file__)", cwd=work)
     assert str(folder) in where, f"imported from {where}"
@@ -135,15 +149,17 @@ def try_out(wheel: Path, extra: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*EXTRAS], default=[*EXTRAS], help="extras; '' is none of them")
+    cases = [*EXTRAS, LIGHTNING]
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="'' is without extras")
+    parser.add_argument("--pythons", nargs="+", default=[], help="other Pythons, without extras")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wheels.") as name:
         wheel = build(Path(name))
-        for number, extra in enumerate(arguments.only):
+        for number, case in enumerate([*arguments.only, *arguments.pythons]):
             begun, folder = time.monotonic(), Path(name) / str(number)
             folder.mkdir()
-            try_out(wheel, extra, folder)
-            print(f"PASS  {extra or 'without extras':16} {time.monotonic() - begun:5.0f} s", flush=True)
+            try_out(wheel, case, folder)
+            print(f"PASS  {Path(case).name or 'without extras':16} {time.monotonic() - begun:5.0f} s", flush=True)
 
 
 if __name__ == "__main__":

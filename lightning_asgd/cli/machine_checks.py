@@ -101,11 +101,12 @@ def check_packages(
 ) -> list[Check]:
     """The versions of what this package needs or can use, by the bounds of pyproject.toml.
 
-    It needs one of ``either``, of which some versions are ``malicious``.
+    It needs one of ``either``, two names of the same releases, of which some are ``malicious``.
     """
     from packaging.requirements import Requirement  # with Lightning
 
     bounds = {each.name: str(each.specifier) for each in reversed([*map(Requirement, requirements)])}
+    bounds |= dict.fromkeys(either, next(bounds[name] for name in either if name in bounds))
     found = []
     has_one = any(name in installed for name in either)
     for name in (*_NEEDED, *either, *_EXTRAS):

@@ -111,12 +111,12 @@ def check_valid(document: dict[str, Any]) -> None:
         models = pytest.importorskip("kubeflow_trainer_api.models")
         assert getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict() == document
         return
-    schemas = pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'lightning-asgd[engines]'")
+    schemas = pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'kubernetes-validate'")
     schemas.validate(document, schemas.latest_version(), strict=True)
 
 
 def test_a_mistake_in_a_manifest_is_noticed() -> None:
-    pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'lightning-asgd[engines]'")
+    pytest.importorskip("kubernetes_validate", reason="not installed: pip install 'kubernetes-validate'")
     service, _ = documents(EXAMPLES / "kubernetes" / "servers.yaml")
     service["spec"]["clusterIp"] = service["spec"].pop("clusterIP")
     with pytest.raises(importlib.import_module("kubernetes_validate").ValidationError):

@@ -28,7 +28,6 @@ REQUIRED = [
     "psutil>=5.9",
     *(f'{name}>={least}; extra == "x"' for name, least in {"pyzmq": 25, "wandb": 0.18, "rich": 13}.items()),
     'matplotlib>=3.8; extra == "report"',
-    'lightning!=2.6.2,!=2.6.3,>=2.5; extra == "dev"',
 ]
 GOOD = {"torch": "2.6.0+cpu", "psutil": "6.0", "pytorch-lightning": "2.6.6"}
 EITHER = ("pytorch-lightning", "lightning")
@@ -55,6 +54,7 @@ def test_what_is_needed_and_what_is_optional() -> None:
         ({"torch": None}, "torch", "not installed", 'pip install "torch>=2.6"'),
         ({"pytorch-lightning": "2.4.0"}, "pytorch-lightning", "2.4.0 is not supported.", "pip install"),
         ({"pytorch-lightning": None}, "pytorch-lightning", "not installed", "pip install"),
+        ({"lightning": "2.4.0"}, "lightning", "2.4.0 is not supported.", 'pip install "lightning!=2.6.2'),
         ({"lightning": "2.6.3"}, "lightning", "2.6.3 is a malicious release.", "replace the passwords"),
     ],
 )
