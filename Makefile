@@ -39,7 +39,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt disks stopping several strangers ports islands soak loop wheels newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt disks stopping several strangers ports islands soak loop wheels dist newcomer screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -210,6 +210,9 @@ loop: $(VENV)/.installed-dev ## plain loops and Fabric: accuracy beside a Traine
 
 wheels: $(VENV)/.installed-dev ## build and check sdist and wheel, and try them in empty environments; ONLY=, OLDEST_PYTHON=, NEWEST_PYTHON=
 	@$(RUN) benchmarks/wheels.py $(if $(ONLY),--only $(ONLY),--pythons $(OLDEST_PYTHON) $(NEWEST_PYTHON))
+
+dist: ## dist/: sdist and wheel of the last commit's time, built and checked as for a release
+	@$(PYTHON) benchmarks/wheels.py --build dist
 
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
 	@$(RUN) -m benchmarks.newcomer

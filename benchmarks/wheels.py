@@ -3,6 +3,7 @@
     python benchmarks/wheels.py
     python benchmarks/wheels.py --only zmq wandb
     python benchmarks/wheels.py --pythons python3.10 python3.13
+    python benchmarks/wheels.py --build dist               # for a release: sdist and wheel, checked
 
 The wheel is built from the sdist, and must have the bytes of one that is built from the tree: the sdist lacks nothing,
 and a release that is built again is the same file. Both must pass twine's check, and the wheel check-wheel-contents.
@@ -152,13 +153,17 @@ def main() -> None:
     cases = [*EXTRAS, LIGHTNING]
     parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="'' is without extras")
     parser.add_argument("--pythons", nargs="+", default=[], help="other Pythons, without extras")
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="only build and check, and copy both files there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wheels.") as name:
         wheel = build(Path(name))
-        for number, case in enumerate([*arguments.only, *arguments.pythons]):
-            begun, folder = time.monotonic(), Path(name) / str(number)
-            folder.mkdir()
-            try_out(wheel, case, folder)
+        if arguments.build:
+            shutil.copytree(wheel.parent, arguments.build, dirs_exist_ok=True)
+            return
+        for case in (*arguments.only, *arguments.pythons):
+            begun = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=name) as folder:  # torch takes some GB each time
+                try_out(wheel, case, Path(folder))
             print(f"PASS  {Path(case).name or 'without extras':16} {time.monotonic() - begun:5.0f} s", flush=True)
 
 
