@@ -12,7 +12,7 @@ then tries every port at which the job's processes listen:
 
 And it tries to read or write the files that the job has made: below TMPDIR, in /dev/shm, tables of embeddings.
 
-Where the job has said that it "accepts no process without the secret" nothing may succeed; where it has said "has no
+Where the job has said that it "is encrypted and authenticated" nothing may succeed; where it has said "has no
 authentication" a function must have run, or that warning would be wrong. The ports of gloo, which processes of an
 island have, ask for nothing: they must be announced. Exits with 1 unless what was said is what was found.
 """
@@ -46,7 +46,7 @@ from lightning_asgd.transports.zmq_transport import ZmqTransport
 
 NOBODY = 65534
 TRY_S, PROBE_S = 3.0, 10.0
-CLOSED, OPEN = "accepts no process without the secret", "has no authentication"
+CLOSED, OPEN = "is encrypted and authenticated", "has no authentication"
 GLOO = "torch's process groups (gloo, NCCL) are neither encrypted nor authenticated"
 RAYS = "/session_"  # the folder of Ray's own files
 CONSOLE = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)

@@ -81,7 +81,7 @@ class ExchangeConfig:
         """Whether the workers hold the weights that a server has, so that a lost server can be restored from them.
 
         Aggregated pushes are in no worker's weights yet. If workers push more often than they fetch, the latest pushes
-        are in no reply. And compressed weights are not the servers' exact weights. Where each worker chooses its code,
+        are in no reply. And compressed weights are not the servers' exact weights. Where each worker chooses its codec,
         this has to be known before: they count as compressed.
         """
         exact = self.nfetch == self.npush and self.compression is None
@@ -136,18 +136,18 @@ class ExchangeConfig:
 
 
 def _code(compression: Any, rule: Algorithm) -> Compression | None:
-    """Find the code that compresses pushes. An algorithm may have its own; otherwise the user chooses one."""
+    """Find the codec that compresses pushes. An algorithm may have its own; otherwise the user chooses one."""
     code = find_compression(compression)
     if code is not None and rule.code is not None:
         raise ConfigurationError(
             f"compression={compression!r} was given with {type(rule).__name__}, which compresses pushes with its own "
-            "code. Expected none."
+            "codec. Expected none."
         )
     if code is not None and not rule.compressible:
         raise ConfigurationError(
             f"compression={compression!r} cannot be used with {type(rule).__name__}. Expected an algorithm whose "
             "workers push differences or gradients and take the servers' weights, such as ASGD: with these, later "
-            "pushes make up for what a code loses."
+            "pushes make up for what a codec loses."
         )
     return code or rule.code
 

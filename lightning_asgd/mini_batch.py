@@ -96,7 +96,7 @@ def check_solver() -> None:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "scipy's solver chooses which layers are recomputed, and scipy is not installed: pip install scipy."
+            "scipy's solver chooses which layers are recomputed, but scipy is not installed: pip install scipy."
         ) from error
 
 

@@ -75,7 +75,7 @@ class Resumption:
         self.versions, self.servers = versions if same else [max(versions)] * num_servers, servers if fits else ()
         if not fits and any(group.get("slots") for fragment in servers for shard in fragment for group in shard):
             rank_zero_warn(
-                f"The checkpoint was written by {writer} with {len(versions)} servers, and is read by {algorithm} with "
+                f"The checkpoint was written by {writer} with {len(versions)} servers but is read by {algorithm} with "
                 f"{num_servers}: other state of the servers, such as momentum, starts from zero."
             )
         mine: Mapping[str, Any] = entry["workers"].get(rank, {})
@@ -123,12 +123,12 @@ def tables_saved(strategy: Any, checkpoint: dict[str, Any], path: Any) -> Iterat
     copy, saved = secrets.token_hex(4), False
     try:
         if session is not None and session.last is not None:
-            raise ServerLostError("The main process and its servers are gone.")
+            raise ServerLostError("The main process and its servers have exited.")
         for name, table in tables.items():
             table.save(_beside(path) / copy / name)
         checkpoint[_TABLES], saved = copy, True
     except (ServerLostError, WorkerLostError) as error:
-        log.warning("The checkpoint %s is written without served tables, which stay in their folders: %s", path, error)
+        log.warning("The checkpoint %s does not include the served tables; they stay in their folders: %s", path, error)
     finally:
         if not saved:
             shutil.rmtree(_beside(path) / copy, ignore_errors=True)
@@ -166,7 +166,7 @@ def _beside(checkpoint: Any) -> Path:
     """The folder for the served tables of a checkpoint."""
     if "://" in str(checkpoint):
         raise ConfigurationError(
-            f"The checkpoint {checkpoint} is not a local file, and the module has served tables, which are written "
+            f"The checkpoint {checkpoint} is not a local file, but the module has served tables, which are written "
             "beside it. Expected a path on a disk."
         )
     return Path(f"{os.path.realpath(checkpoint)}.tables")

@@ -33,7 +33,7 @@ def take_over(trainer: Any, worker: int, before: int, versions: Sequence[Any]) -
     pairs = itertools.zip_longest(trainer.loggers, versions[: len(trainer.loggers)])
     done = [_start(logger, version, worker) for logger, version in pairs]
     what = "".join(f" {each}." for each in done)
-    log.warning("Worker %d is gone. Worker %d logs and writes the checkpoints from now on.%s", before, worker, what)
+    log.warning("Worker %d is lost. Worker %d logs and writes the checkpoints from now on.%s", before, worker, what)
     if batches_begun(trainer):  # else Lightning starts both
         _log_hyperparameters(trainer)
         _show_progress(trainer)

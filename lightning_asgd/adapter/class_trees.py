@@ -89,7 +89,7 @@ class Tree:
             return getattr(private_names.import_from(self, _PUBLIC[name]), name)
         if name in _PRIVATE:
             return _PRIVATE[name].imported(self)
-        raise AttributeError(f"{name!r} is not among the names that are used of Lightning")
+        raise AttributeError(f"{name!r} is not one of the Lightning names that this package uses")
 
     def __repr__(self) -> str:
         return f"Tree({self.package})"

@@ -26,7 +26,7 @@ __all__ = ["FitMessages", "exchanges", "rate_advice", "start_line"]
 
 log = logging.getLogger(__name__)
 
-ALONE = "A-SGD: one worker trains alone. For more: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
+ALONE = "A-SGD: only one worker. To add workers: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."
 FIRST = "A-SGD: no other worker has joined the run yet. Start the script again, here or on another machine."
 _ADAPTIVE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adafactor", "Muon", "Lion")
 _MANY = 8  # workers from which Adam learns more slowly than under DDP: `make sets`
@@ -140,7 +140,7 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
         return None
     return (
         f"A-SGD: {workers} workers that exchange every {config.nfetch} steps may learn more slowly than DDP. Of images "
-        "8 workers recognised 1 % fewer, and 16 workers 2.5 % fewer. A smaller nsync, such as 2, makes up for it."
+        "8 workers recognised 1 % fewer and 16 workers 2.5 % fewer. Use a smaller nsync, such as 2."
     )
 
 

@@ -181,7 +181,7 @@ class FitSession(Participation):
             self._share_posterior()
             self._trainer.strategy.announce()
             self._find_period(steps_of_fit(self._trainer, self._config), rank_zero_warn)
-        self._messages.start("data by speed" if self.data.installed else "data in fixed parts", self._period)
+        self._messages.start("data shared dynamically" if self.data.installed else "data split equally", self._period)
 
     def note_fetched(self) -> None:
         """A batch has been fetched, and no other callback has been called for it."""

@@ -66,10 +66,10 @@ class FixedSplit:
         if self._told or not self._trainer.is_global_zero:
             return
         self._told = True
-        what = f"Workers do not share the data, since {reason}."
+        what = f"Workers do not share the data because {reason}."
         if not is_dealt(self._trainer):
             what = (
-                f"Every worker trains what its own dataloader yields, since {reason}. Expected "
+                f"Every worker trains what its own dataloader yields, because {reason}. Expected "
                 f"{datasets_of(self._trainer)} to give each worker its share, by the rank and world size of "
                 "torch.distributed or by RANK and WORLD_SIZE."
             )

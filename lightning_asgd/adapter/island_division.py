@@ -82,7 +82,7 @@ class Division:
             world.withdraw()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() != self._size:
             raise ConfigurationError(
-                f"Islands of {self._size} device(s) were asked for, and this process has a process group of "
+                f"Islands of {self._size} device(s) were asked for, but this process has a process group of "
                 f"{dist.get_world_size()} already, of an earlier Trainer. Expected islands of that size in all "
                 "Trainers of a script, or a script for each."
             )

@@ -39,7 +39,7 @@ class IslandSession(FitSession):
         group.on("reset non-finite state", super()._reset_nonfinite_state)
         if served(trainer.lightning_module):
             raise ConfigurationError(
-                f"island={trainer.strategy.options.island!r} was given, and the module has a ServedEmbedding. Expected "
+                f"island={trainer.strategy.options.island!r} was given, but the module has a ServedEmbedding. Expected "
                 "workers of one process each, or an Embedding(sparse=True)."
             )
         super().__init__(trainer, *about, split=False)

@@ -36,7 +36,7 @@ def last_state(synchronizer: Synchronizer) -> LastState:
         what = "the servers' weights, with this worker's steps since its last push"
         return LastState(what, synchronizer.caught_up, weights, synchronizer.state())
     except RuntimeError:  # they are gone
-        what = "the weights that this worker fetched last, with its own steps since, and nothing that servers keep"
+        what = "the weights that this worker fetched last, plus its own steps since; nothing that servers keep"
         return LastState(what, synchronizer.caught_up)
 
 
@@ -52,7 +52,7 @@ def write_last_checkpoint(trainer: Any, worker: int, *, main: bool) -> None:
     session = trainer.strategy.fit_session
     session.last = last_state(session.synchronizer)
     trainer.save_checkpoint(path)
-    lost = "The main process is gone." if main else "The servers are gone."
+    lost = "The main process has exited." if main else "The servers have exited."
     log.error(
         f"{lost} Worker {worker} has written the checkpoint {path}. It holds {session.last.what}. Resume from it with "
         f"trainer.fit(..., ckpt_path={path!r})."

@@ -49,7 +49,7 @@ def check_rank(rank: int, world_size: int, devices: int, num_nodes: int) -> None
         return
     found = rank_variables.listed()
     raise ConfigurationError(
-        f"This process has rank {rank}, and the Trainer has {world_size} worker(s), with devices={devices} and "
+        f"This process has rank {rank}, but the Trainer has {world_size} worker(s), with devices={devices} and "
         f"num_nodes={num_nodes}. Expected a worker for every process. Give every Trainer of a script the same devices, "
         "or create Trainers with fewer devices on the first ranks only."
         f"{found and f' {found}: unset those of another job.'}"
@@ -103,9 +103,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         given, found = rank_variables.set_by_others(), rank_variables.listed()
         if type(self.cluster_environment).__name__ == "SLURMEnvironment" and "SLURM_STEP_ID" not in os.environ:
             number = os.environ.get("SLURM_NTASKS")
-            self.tree.say(
-                f"SLURM_NTASKS={number} is set, and srun has not started this process. Use srun, or unset it."
-            )
+            self.tree.say(f"SLURM_NTASKS={number} is set, but srun has not started this process. Use srun or unset it.")
         if not place.by_hand or place.foreign:
             return
         if "LOCAL_RANK" not in given:  # this script has started the workers
@@ -117,7 +115,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
                 )
         elif group and (group == 1 or place.world_size % group):  # an island's has a part of the workers
             raise ConfigurationError(
-                f"torch.distributed has {group} process(es), probably those of an earlier Trainer of this script, and "
+                f"torch.distributed has {group} process(es), probably those of an earlier Trainer of this script, but "
                 f"this Trainer has {place.world_size} workers. Expected no more devices than that one had. Give every "
                 "Trainer the same devices, or pass start_method='spawn', which starts processes for each fit."
             )
@@ -129,7 +127,7 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
             )
         elif "WORLD_SIZE" in given and rank_variables.number("WORLD_SIZE", 1) < place.world_size:
             raise ConfigurationError(
-                f"{found}, and the Trainer has {place.world_size} workers, with devices={self.num_processes} and "
+                f"{found}, but the Trainer has {place.world_size} workers, with devices={self.num_processes} and "
                 f"num_nodes={self.num_nodes}. Expected WORLD_SIZE to be no smaller. Unset these variables if this "
                 "script is to start the workers, or give the Trainer as many as there are processes."
             )
@@ -170,12 +168,12 @@ def _check_script() -> None:
     script = os.path.abspath(sys.argv[0])
     if spec is not None and spec.name == "__main__":
         raise ConfigurationError(
-            "The Trainer runs the script again for each further worker, and this program was started as a folder or an "
+            "The Trainer runs the script again for each further worker, but this program was started as a folder or an "
             "archive. Expected `python script.py`, or `python -m package.module`."
         )
     if spec is None and not os.path.isfile(script):
         raise ConfigurationError(
-            f"The Trainer runs the script again for each further worker, and there is none at {script!r}. Expected a "
+            f"The Trainer runs the script again for each further worker, but there is none at {script!r}. Expected a "
             "script in a file, found from the present working directory: give an absolute path, or do not change the "
             "directory before the fit."
         )

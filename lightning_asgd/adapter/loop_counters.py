@@ -210,7 +210,7 @@ class BatchSchedules:
         if not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"{type(config.scheduler).__name__} has interval='step', and is stepped after each worker's own "
+                f"{type(config.scheduler).__name__} has interval='step' and is stepped after each worker's own "
                 "batches: workers may then have different learning rates. Use interval='epoch', or pass data='split' "
                 "to the strategy."
             )

@@ -50,7 +50,7 @@ class PickledTrainer:
             data = cloudpickle.dumps((trainer, function, args, kwargs, _process_state()))
         except Exception as error:
             raise ConfigurationError(
-                f"A Trainer with several workers is used in a process of Ray's, and cannot be pickled: {error}. "
+                f"A Trainer with several workers is used in a process of Ray's, but cannot be pickled: {error}. "
                 "Expected a Trainer, module and data that can be: the other workers get copies of them."
             ) from error
         self._folder = tempfile.mkdtemp(prefix="lightning_asgd-")

@@ -81,7 +81,7 @@ class GuardedStore(_dist.Store if dist.is_available() else object):  # type: ign
         place = self._place()
         if place is not None and place.encrypted:
             raise CollectiveUnavailableError(
-                "A process group with one of torch's own backends was requested with transport='zmq', and its traffic "
+                "A process group with one of torch's own backends was requested with transport='zmq', but its traffic "
                 "would not be encrypted. Expected new_group(), or new_group(backend='gloo'), with all ranks or a "
                 "single rank: A-SGD's own backend serves these."
             )
@@ -349,8 +349,8 @@ def served_through(call: str, place: RankInfo | None) -> Collectives:
 
 def _lack(call: str, ranks: list[int]) -> None:
     raise CollectiveUnavailableError(
-        f"torch.distributed.{call} needs every rank, and {ranks} are gone. Expected a call that the remaining ranks "
-        f"can complete, such as all_reduce or barrier. Look at the output of the missing ranks."
+        f"torch.distributed.{call} needs every rank, but ranks {ranks} are lost. Expected a call that the remaining "
+        f"ranks can complete, such as all_reduce or barrier. Look at the output of the missing ranks."
     )
 
 

@@ -146,7 +146,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
         failed = {rank: each for rank, each in enumerate(codes) if each}
         ended = ", ".join(f"worker {rank} with exit code {each}" for rank, each in failed.items()) or "none failed"
         raise WorkerLostError(
-            f"All workers have ended, and none has sent its results ({ended}). Expected those of the worker that logs "
+            f"All workers have ended, but none has sent its results ({ended}). Expected those of the worker that logs "
             "and writes the checkpoints. Load its last checkpoint."
         )
 

@@ -76,7 +76,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
             batch that returns its tokens. None: all batches of a worker count the same, by the loader's batch size.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"4bit"``, ``"2bit"``, ``"1bit"``, ``"topk"``, or an object of :mod:`lightning_asgd.compression`.
-            ``"auto"``: each worker measures its link and the codes when it sets up, and uses no code, ``"bf16"``,
+            ``"auto"``: each worker measures its link and the codecs when it sets up, and uses none, ``"bf16"``,
             ``"int8"`` or ``"4bit"``, whichever makes an exchange shortest. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
         server_machines: nodes among which the servers of a job are divided, from the first one on.
@@ -400,7 +400,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         """Write the checkpoint on the chief, with all workers' optimizers; between sync points with its own only."""
         if self._saves_nothing:
             log.warning(
-                "The main process has not trained, and does not write %s. Worker 0 writes it when it raises an "
+                "The main process has not trained, so it does not write %s. Worker 0 writes it when it raises an "
                 "exception. If worker 0 was killed or cannot write it, resume from an earlier checkpoint.",
                 filepath,
             )

@@ -80,7 +80,7 @@ class StrategyOptions(JobOptions):
         if algorithm.code is not None:
             raise ConfigurationError(
                 f"algorithm={type(algorithm).__name__} was given with island={self.island!r}. Expected an algorithm "
-                "without a code of its own: the processes of an island send their parts uncompressed."
+                "without a codec of its own: the processes of an island send their parts uncompressed."
             )
         if algorithm.merge_after:
             raise ConfigurationError(

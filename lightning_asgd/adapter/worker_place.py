@@ -62,7 +62,7 @@ class WorkerPlace:
             return own_device(devices[0], local_rank, self.accelerator.auto_device_count())
         if len(devices) > 1 and local_rank >= len(devices):
             raise ConfigurationError(
-                f"This worker's local rank is {local_rank}, and it was given {len(devices)} devices. Expected "
+                f"This worker's local rank is {local_rank}, but it was given {len(devices)} devices. Expected "
                 "one device for every worker on the machine, or a single device that only this worker can see."
             )
         return devices[local_rank if len(devices) > 1 else 0]
@@ -111,7 +111,7 @@ def check_is_one_worker(devices: int, num_nodes: int, environment: Any) -> None:
         local_rank = environment.local_rank()
         if devices > 1 and local_rank >= devices:
             raise ConfigurationError(
-                f"{given}, and this process has local rank {local_rank}. Expected devices=1, or a device for each "
+                f"{given}, but this process has local rank {local_rank}. Expected devices=1, or a device for each "
                 "process of the machine: each attaches as one worker with its own device. Start fewer processes on "
                 "this machine, or pass devices=1."
             )

@@ -107,7 +107,7 @@ def release_process_group(world_size: int) -> None:
     if _has_island_group and dist.is_initialized() and dist.get_world_size() != world_size:
         raise ConfigurationError(
             f"This process has a process group of {dist.get_world_size()}, of a Trainer that divided its devices into "
-            f"islands, and this Trainer has {world_size} processes. Expected islands of the same size in all Trainers "
+            f"islands, but this Trainer has {world_size} processes. Expected islands of the same size in all Trainers "
             "of a script, or a script for each."
         )
 
@@ -178,9 +178,9 @@ def _prepare_torch() -> None:
 @functools.cache
 def _say_that_ours_serves() -> None:
     log.warning(
-        "A process group with backend 'gloo' was requested, and is served by A-SGD's own backend: gloo would send its "
-        "data unencrypted, and transport='zmq' encrypts everything. Call its collectives at sync points and outside of "
-        "fit only."
+        "A process group with backend 'gloo' was requested. A-SGD's own backend serves it: gloo would send its "
+        "data unencrypted, while transport='zmq' encrypts everything. Call its collectives at sync points and outside "
+        "of fit only."
     )
 
 

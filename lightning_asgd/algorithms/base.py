@@ -342,7 +342,7 @@ class Algorithm(Configurable):
 
     @property
     def code(self) -> Compression | None:
-        """The code of pushes, where it is part of the algorithm; None to let users choose a compression."""
+        """The codec of pushes, where it is part of the algorithm; None to let users choose a compression."""
         return None
 
     @property

@@ -113,7 +113,7 @@ class LayerWise(Algorithm):
         )
         if self.late and not usable:
             raise ConfigurationError(
-                f"LayerWise(delay={self.delay}) divides learning rates by {self.delay + 1}, and {name} has none that "
+                f"LayerWise(delay={self.delay}) divides learning rates by {self.delay + 1}, but {name} has none that "
                 f"is a number: {rates}. Expected an optimizer of torch's with learning rates, or compensate=False."
             )
 

@@ -81,7 +81,7 @@ class _Collects(Algorithm):
 
     @property
     def compressible(self) -> bool:
-        """No: what a code loses would be noise that the sampler knows nothing of."""
+        """No: what a codec loses would be noise that the sampler knows nothing of."""
         return False
 
     def keeps(self, version: int) -> bool:

@@ -295,7 +295,7 @@ class RunHosting(contextlib.AbstractContextManager["RunHosting"]):
                 borrower.kill()
                 borrower.close()
             log.warning(
-                "Another host may have taken over run %r: this host has killed its servers, and stands by. If no other "
+                "Another host may have taken over run %r: this host has killed its servers and stands by. If no other "
                 "host serves the run, check the network between the hosts and the workers.",
                 entry.run,
             )

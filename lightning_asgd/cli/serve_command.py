@@ -182,7 +182,7 @@ def _check_written(overseer: Supervisor, snapshots: Path | None) -> None:
     for server, output in overseer.unwritten.items():
         raise SnapshotError(
             f"Server {server} was stopped and could not write its last snapshot to {snapshots}. Updates since the one "
-            "before are held only by workers that still wait for this run. Make room there, and give the same command "
+            "before are held only by workers that still wait for this run. Make room there and give the same command "
             f"again while they wait. The server's last output: {output}"
         )
 

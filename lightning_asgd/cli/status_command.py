@@ -107,7 +107,7 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
     earlier = {} if before is None else {worker.worker: worker for worker in before.workers}
     for worker in view.workers:
         name = f"{worker.worker}{' chief' if worker.worker == view.chief else ''}"
-        state = escape(worker.about) + (" [red]away[/]" if worker.away else "")
+        state = escape(worker.about) + (" [red]disconnected[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     none = [] if view.workers else ["no worker takes part now"]
     snapshot = [f"{view.snapshot}."] if view.snapshot else []

@@ -1,4 +1,4 @@
-"""Fewer bytes per exchange: lossy codes for vectors. The caller keeps what a code loses (``codec_streams.py``)."""
+"""Fewer bytes per exchange: lossy codecs for vectors. The caller keeps what a codec loses (``codec_streams.py``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``compression="auto"``: which code makes exchanges the shortest. Pure; ``worker/link_probe.py`` measures."""
+"""``compression="auto"``: which codec makes exchanges the shortest. Pure; ``worker/link_probe.py`` measures."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_asgd.compression.vector_code import Compression
 
 __all__ = ["NO_CODE", "Auto", "CodeCost", "LinkSpeed", "choose_code", "expected_s"]
 
-_MOST = 0.9  # of the time with a code that loses less: a code that loses more has to be faster than that
+_MOST = 0.9  # a lossier codec is chosen only if it takes at most this share of the time of the one before
 
 
 @dataclass(frozen=True, repr=False)
 class Auto(Compression):
-    """Stands for the code that each worker chooses when it sets up."""
+    """Stands for the codec that each worker chooses when it sets up."""
 
     def __repr__(self) -> str:
         return "auto"  # as users write it
@@ -30,15 +30,15 @@ class LinkSpeed(NamedTuple):
 
 
 class CodeCost(NamedTuple):
-    """What a code costs per value that is exchanged."""
+    """What a codec costs per value that is exchanged."""
 
-    name: str  # of the code
+    name: str  # of the codec
     seconds: float  # of coding and decoding at both ends
     up: float  # bytes to the server
     down: float  # and back
 
 
-NO_CODE = CodeCost("no code", 0.0, 4.0, 4.0)
+NO_CODE = CodeCost("no codec", 0.0, 4.0, 4.0)
 """Values of 32 bits as they are."""
 
 
@@ -48,7 +48,7 @@ def expected_s(cost: CodeCost, link: LinkSpeed, values: int) -> float:
 
 
 def choose_code(costs: Sequence[CodeCost], link: LinkSpeed, values: int) -> CodeCost:
-    """Choose from ``costs``, the least lossy code first. A lossier code has to save a tenth of the time."""
+    """Choose from ``costs``, the least lossy first. A lossier one is chosen only if it is at least 10 % faster."""
     best = costs[0]
     for cost in costs[1:]:
         if expected_s(cost, link, values) < _MOST * expected_s(best, link, values):

@@ -47,7 +47,7 @@ class _LowBits(Compression):
     def __post_init__(self) -> None:
         if whole(f"{type(self).__name__}(block)", self.block, 8) % 8:
             raise ConfigurationError(
-                f"{type(self).__name__}(block={self.block}). Expected a multiple of 8: a byte has codes of one block."
+                f"{type(self).__name__}(block={self.block}). Expected a multiple of 8: bytes hold values of one block."
             )
 
     @property

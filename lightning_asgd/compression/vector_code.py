@@ -1,4 +1,4 @@
-"""What a code for vectors is."""
+"""What a codec for vectors is."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Compression", "check_lengths"]
 
 
 class Compression(Configurable):
-    """A code for vectors of floats."""
+    """A codec for vectors of floats."""
 
     differences: ClassVar[bool] = True
     """Whether servers send weights as differences."""
 
     @property
     def factor(self) -> float:
-        """Bytes of float32 values divided by those of the code."""
+        """Bytes of float32 values divided by those of the codec."""
         raise NotImplementedError
 
     @property
@@ -31,7 +31,7 @@ class Compression(Configurable):
 
     @property
     def downward(self) -> Compression:
-        """The code for weights that servers send. These have no error feedback, so it must be more accurate."""
+        """The codec for weights that servers send. These have no error feedback, so it must be more accurate."""
         return self
 
     def holds(self, values: Tensor) -> bool:

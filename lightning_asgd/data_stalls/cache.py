@@ -122,7 +122,7 @@ class CachedDataset(Dataset[Any]):
         if _equal(pickle.loads(sample), self.source[index]):
             return True
         log.warning(
-            "Sample %d of %s is not what another process has kept of the same data: it is random, or the "
+            "Sample %d of %s differs from the copy that another process has cached: it is random, or the "
             "program has changed. Expected the same sample in every process. This process reads all of its "
             "samples from storage.",
             index,

@@ -118,7 +118,7 @@ class SharedLoader:
             workers = torch.distributed.get_world_size()
             if workers > 1:
                 raise ConfigurationError(
-                    f"SharedLoader is used by one of {workers} workers, and would give all of them the same batches. "
+                    f"SharedLoader is used by one of {workers} workers, but would give all of them the same batches. "
                     "Expected programs with a single worker each."
                 )
         if self._me.process != os.getpid():
@@ -227,7 +227,7 @@ class SharedLoader:
                 taking = self._board.cursor(self._me)
             if making is not self._making or taking != number:
                 raise ASGDError(
-                    f"Batch {number} of a SharedLoader was asked for, and this program's next one is {taking}. "
+                    f"Batch {number} of a SharedLoader was asked for, but this program's next one is {taking}. "
                     "Expected one iterator at a time, and a process that the others can see."
                 )
             if found is not None:
@@ -241,7 +241,7 @@ class SharedLoader:
             if time.monotonic() > warned + self._patience_s:
                 warned = time.monotonic()
                 log.warning(
-                    "A batch has been awaited for %g s. Process %d is the slowest%s.",
+                    "This process has waited %g s for a batch. Process %d is the slowest%s.",
                     self._patience_s,
                     slowest,
                     ", this one: it has another SharedLoader of the same data" if slowest == os.getpid() else "",

@@ -166,7 +166,7 @@ class IslandGroup:
     def _compare(self, most: int, least: int) -> None:
         if most != least:
             raise RuntimeError(
-                f"Process {self.rank} of this island has taken {self._steps} optimizer steps in this fit, and others "
+                f"Process {self.rank} of this island has taken {self._steps} optimizer steps in this fit, but others "
                 f"between {least} and {most}. Expected the same steps on all processes of an island: decide about a "
                 "step with a value that all of them have, such as a reduced one."
             )
@@ -253,7 +253,7 @@ class IslandGroup:
                     raise got.error
                 elif got.call != call:
                     raise RuntimeError(
-                        f"Process {self.rank} of this island is at {call}, and process 0 at {got.call}. Expected the "
+                        f"Process {self.rank} of this island is at {call}, but process 0 at {got.call}. Expected the "
                         "same calls on all processes of an island: decide about them with a value that all of them "
                         "have, such as a reduced one."
                     )

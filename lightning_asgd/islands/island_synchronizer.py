@@ -256,7 +256,7 @@ def _check_copies(group: IslandGroup, whole: Mapping[str, Tensor]) -> None:
     for name, sums in group.differing(whole).items():
         other = next(rank for rank, each in enumerate(sums) if each != sums[0])
         raise ConfigurationError(
-            f"Parameter {name!r} is not sharded, and processes 0 and {other} of this island have different values of "
+            f"Parameter {name!r} is not sharded, but processes 0 and {other} of this island have different values of "
             "it. Expected copies of the same values, which the processes exchange parts of. Seed them equally with "
             "seed_everything() before the module is made, or shard the parameter with fully_shard or "
             "parallelize_module. Parameters that belong to one process, such as its experts, do not work in an island."

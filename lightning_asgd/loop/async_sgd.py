@@ -231,7 +231,7 @@ def surroundings() -> Surroundings:
         )
     if not has_rank and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         log.warning(
-            "SLURM_STEP_NUM_TASKS=%s is set, and RANK is not: this process trains alone, and so do the others. Set "
+            "SLURM_STEP_NUM_TASKS=%s is set, but RANK is not: each process trains alone. Set "
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each if they are to be one job.",
             os.environ["SLURM_STEP_NUM_TASKS"],
         )

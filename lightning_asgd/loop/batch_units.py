@@ -52,7 +52,7 @@ def tokens_in(batch: Any) -> Any:
         if not tensor.is_floating_point() and tensor.ndim:
             return tensor.numel()
     raise ConfigurationError(
-        f"units='tokens', and a batch of type {type(batch).__name__} has no attention_mask, labels or tensor of "
+        f"units='tokens', but a batch of type {type(batch).__name__} has no attention_mask, labels or tensor of "
         "integers. Expected one, or a function: units=lambda batch: ..."
     )
 

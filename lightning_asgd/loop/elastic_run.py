@@ -82,7 +82,7 @@ class ElasticFleet(Fleet):
         theirs, mine = self.attachment.loop, self._shell.loop
         if theirs not in (None, mine):
             raise ConfigurationError(
-                f"Run {self.session!r} was begun with {theirs}, and this worker trains with {mine}. Expected the same "
+                f"Run {self.session!r} was begun with {theirs}, but this worker trains with {mine}. Expected the same "
                 f"kind of loop on all workers of a run. Train with {theirs} here too, or join another run."
             )
 

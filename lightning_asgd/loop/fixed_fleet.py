@@ -162,7 +162,7 @@ class FixedFleet(Fleet):
     def _tell(self, event: str) -> None:
         """Note what has happened; print it on the chief, unless this process has seen and printed it."""
         self.board.note(event)
-        seen = any(event.startswith(f"Worker {rank} is gone: its process ended") for rank in self._exited)
+        seen = any(event.startswith(f"Worker {rank} is lost: its process ended") for rank in self._exited)
         if self.is_chief and not seen:
             log.warning(event)
         elif not seen:
@@ -205,7 +205,7 @@ class FixedFleet(Fleet):
             for at, event in list(self._unprinted):  # the heartbeat thread may append meanwhile
                 if time.monotonic() - at < _RECENT_S:  # the chief before may not have lived to print it
                     log.warning(event)
-            self.board.note(f"Worker {before} is gone. Worker {chief} logs and writes the checkpoints from now on.")
+            self.board.note(f"Worker {before} is lost. Worker {chief} logs and writes the checkpoints from now on.")
             self._shell.take_over(self.rank, before, (self.client.note(_CHIEF_STATE) or {}).get("loggers", ()))
         return self.is_chief
 
@@ -229,7 +229,7 @@ class FixedFleet(Fleet):
             try:
                 self._write_last_checkpoint()
             except Exception:
-                log.error("The servers are gone, and no last checkpoint could be written.", exc_info=True)
+                log.error("The servers have exited. No last checkpoint could be written.", exc_info=True)
         if hosts is not None:
             hosts.resign()
         super().fail(error)
@@ -274,7 +274,7 @@ class FixedFleet(Fleet):
         """Move to the session's next generation, with another layout, together with all others."""
         if self.collectives.phase is Phase.ENTERING:  # the others would lose their session
             raise LayoutMismatchError(
-                f"Worker {self.rank} was replaced, and its new process has unfrozen parameters before its first batch. "
+                f"Worker {self.rank} was replaced, but its new process has unfrozen parameters before its first batch. "
                 "Expected those of the others. Unfreeze them at the same step or epoch after every start of the script."
             )
         self._layouts += 1
@@ -323,7 +323,7 @@ class FixedFleet(Fleet):
             with contextlib.suppress(ASGDError):
                 client.beat(0, _NEWS_S)  # a worker may have rejoined since the latest heartbeat
         away = set(range(self.rank_and_size[1])) - {self.rank, *client.heard.living} if client.heard.living else set()
-        silent = dict.fromkeys(sorted(away), "it missed its heartbeats, and has not rejoined")
+        silent = dict.fromkeys(sorted(away), "it missed its heartbeats and has not rejoined")
         return {**silent, **{worker: why for worker, why in client.members[COORDINATOR].left.items() if why}}
 
     def reference_batch(self, mine: int) -> int:

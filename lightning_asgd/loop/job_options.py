@@ -34,7 +34,7 @@ def _check_importable(kind: type) -> None:
     inside = "the script that is run" if kind.__module__ == "__main__" else f"a function of {kind.__module__}"
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ConfigurationError(
-            f"{kind.__name__} is defined in {inside}. Expected a class in a module, since servers are processes "
+            f"{kind.__name__} is defined in {inside}. Expected a class in a module, because servers are processes "
             "of their own and import it: move it to a file of its own beside the script, and import it from there."
         )
 

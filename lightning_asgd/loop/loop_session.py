@@ -149,7 +149,7 @@ class LoopSession(Participation, Trainee):
     def _check_counted(self) -> None:
         if self._units.name and not self._counted:
             raise ConfigurationError(
-                f"units={self._units.name!r} was given, and an optimizer takes a step for a batch that was not "
+                f"units={self._units.name!r} was given, but an optimizer takes a step for a batch that was not "
                 "counted. Expected count_batch(batch) before the step, if the batch is not one of batches()."
             )
 

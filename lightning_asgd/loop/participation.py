@@ -151,7 +151,7 @@ class Participation(Live):
             raise ConfigurationError(
                 f"Parameters were unfrozen on workers {list(met.grown)}, not on "
                 f"{sorted(set(met.workers).difference(met.grown))}. Expected the same on all: unfreeze them between "
-                "two passes or epochs, since workers train different numbers of batches."
+                "two passes or epochs, because workers train different numbers of batches."
             )
         return bool(met.grown)
 

@@ -16,7 +16,7 @@ def restarted_nsync(steps: float, workers: int, optimizers: Sequence[Any], warn:
     """Steps between two exchanges, if each worker takes ``steps``; warns of conditions that do not hold."""
     if workers > 1 and steps < workers**3:
         warn(
-            f"nsync='restarted': {workers} workers that take {steps:,.0f} steps each average after every step, since "
+            f"nsync='restarted': {workers} workers that take {steps:,.0f} steps each average after every step, because "
             f"the theory promises a linear speed-up of longer periods only from {workers**3:,} steps (workers cubed). "
             "Give nsync a number to average less often."
         )

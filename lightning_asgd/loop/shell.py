@@ -57,7 +57,7 @@ class Shell:
 
     def take_over(self, worker: int, before: int, versions: Sequence[Any]) -> None:
         """This worker is chief from now on; ``versions`` are what the chief ``before`` published of its loggers."""
-        log.warning("Worker %d is gone. Worker %d is chief from now on.", before, worker)
+        log.warning("Worker %d is lost. Worker %d is chief from now on.", before, worker)
 
     def write_last_checkpoint(self, worker: int, *, main: bool) -> None:
         """Write a checkpoint before this worker ends: the servers are gone, or the ``main`` process that hosts them."""

@@ -379,7 +379,7 @@ class TrainingJob:
 
     def successor(self, server: int) -> str:
         """Wait for the replacement of a lost server that this process was connected to. Returns its address."""
-        lost, hosts = f"Server {server} is gone, and no replacement has started", self.hosts
+        lost, hosts = f"Server {server} is lost and no replacement has started", self.hosts
         transport = _transport
         if self.address is None or transport is None:
             raise ServerLostError(f"{lost}: no job was launched.")
@@ -429,7 +429,7 @@ class TrainingJob:
 
     def _take_over(self, rendezvous: Rendezvous, gone: Mapping[int, str]) -> None:
         rank, why = list(gone.items())[-1]
-        log.warning("Worker %d is gone: %s. This process hosts the servers from now on.", rank, why)
+        log.warning("Worker %d is lost: %s. This process hosts the servers from now on.", rank, why)
         placed_servers.end_share(wait=False)  # what runs here of the servers that end with the host
         self._start_servers(rendezvous, several=True, gone=gone, succeed=True)
         if self.hosts is not None and not job_address.agent_hosts():

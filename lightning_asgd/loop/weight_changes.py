@@ -123,7 +123,7 @@ class UnseenSteps:
     def _warn(self) -> None:
         if not self._warned:
             log.warning(
-                "A batch has changed weights, and none of the Trainer's optimizers has taken a step for it. %s pushes "
+                "A batch has changed weights, but none of the Trainer's optimizers has taken a step for it. %s pushes "
                 "gradients, and those of such a step are not pushed. Expected configure_optimizers() to return every "
                 "optimizer whose step() is called, or an algorithm that pushes differences of weights, such as ASGD.",
                 type(self._algorithm).__name__,

@@ -37,11 +37,11 @@ def failures(workers: Mapping[int, subprocess.Popen[bytes]], wait_s: float = _WA
     while running := [f"{rank} (process {p.pid})" for rank, p in workers.items() if p.poll() is None]:
         waited_s = time.monotonic() - begun
         if waited_s > wait_s:
-            log.warning("Worker %s still runs after %g s, and is ended.", ", ".join(running), wait_s)
+            log.warning("Worker %s is still running after %g s. It is killed.", ", ".join(running), wait_s)
             break
         if waited_s > _PATIENCE_S and not told:
             told = True
-            log.warning("This process has finished, and waits for worker %s.", ", ".join(running))
+            log.warning("Waiting for worker %s to exit...", ", ".join(running))
         time.sleep(_POLL_S)
     codes = {rank: -signal.SIGKILL if (code := p.poll()) is None else code for rank, p in workers.items()}
     return {rank: code for rank, code in codes.items() if code}

@@ -94,7 +94,7 @@ def checked_node(machines: int, nodes: int, rank: int, node_of_process: Callable
     node = node_of_process() if machines > 1 else 0
     if rank == 0 and node != 0:
         raise ConfigurationError(
-            f"server_machines={machines} was given, and worker 0 is on node {node}. Expected it on node 0. Have the "
+            f"server_machines={machines} was given, but worker 0 is on node {node}. Expected it on node 0. Have the "
             "launcher number nodes and ranks in the same order."
         )
     return node

@@ -95,7 +95,7 @@ def naming() -> Iterator[None]:
         run = os.environ.get("TORCHELASTIC_RUN_ID")
         if run is not None and error.args[0] in RANK_VARIABLES:
             raise ConfigurationError(
-                f"The environment has TORCHELASTIC_RUN_ID={run!r}, and lacks {error.args[0]}, which torchrun sets, "
+                f"The environment has TORCHELASTIC_RUN_ID={run!r}, but lacks {error.args[0]}, which torchrun sets, "
                 "too. Start the program with torchrun, or unset it."
             ) from error
         for name in _NUMBERS:

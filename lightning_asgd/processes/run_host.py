@@ -39,7 +39,7 @@ class Action(Enum):
 
     NOTHING = "nothing"
     SERVE = "announce its servers"
-    STOP = "kill its servers, and stand by"
+    STOP = "kill its servers and stand by"
     ASK_TO_STOP = "ask the host that serves to stop"
 
 

@@ -190,7 +190,7 @@ class ServerHosts:
         if resigned:
             self._failed.add(rank)  # and not the worker that another thread may have found meanwhile
         if resigned or self._look(place) is False:
-            raise LaunchError(f"Worker {rank} hosts the servers no longer.")
+            raise LaunchError(f"Worker {rank} no longer hosts the servers.")
 
     @property
     def is_lost(self) -> bool:
@@ -340,7 +340,7 @@ class ServerHosts:
     def _why(self, left: Collection[int]) -> str:
         lost = f"Worker {self.present}, which hosts the servers, is lost: {self._fate}"
         if len(left) < self.min_workers:
-            return f"{lost}. {len(left)} are left, and min_workers={self.min_workers}."
+            return f"{lost}. {len(left)} are left, but min_workers={self.min_workers}."
         candidate = self.candidate()
         if candidate is None:
             return f"{lost}. No other worker that may host them answers. Start the job again."

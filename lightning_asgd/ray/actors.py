@@ -98,7 +98,7 @@ class WorkerActor:
                     return FINISHED
                 raise
             if isinstance(error, Exception):
-                log.warning("Worker %d was asked to end, and failed then.", self._number, exc_info=True)
+                log.warning("Worker %d was asked to end and then failed.", self._number, exc_info=True)
             return STOPPED
         finally:
             reports.leave()

@@ -72,7 +72,7 @@ class RunPlan:
         for name, given in ignored.items():
             if given:
                 raise ConfigurationError(
-                    f"{name} was given, and ASGDTrainer has no use for it. Expected none. Custom resources select "
+                    f"{name} was given, but ASGDTrainer has no use for it. Expected none. Custom resources select "
                     "nodes, max_restarts says how often Ray starts what dies, and callbacks belong to Lightning."
                 )
 

@@ -345,7 +345,7 @@ class ASGDRun:
         for worker in [*self._workers.values()]:
             if worker.stop_at is not None and time.monotonic() > worker.stop_at:
                 if worker.number in self._starts:
-                    log.warning("Worker %d has not ended in time, and is killed.", worker.number)
+                    log.warning("Worker %d did not end in time. It is killed.", worker.number)
                 self._remove(worker)
         with_room = [w for w in self._workers.values() if w.number in self._starts or w.place is not None]
         if self._failures and not with_room:
@@ -356,12 +356,12 @@ class ASGDRun:
         """Report processes that Ray has started again. A worker that always dies soon is given up."""
         for number, times in self._board.ask("begun").items():
             if len(times) > self._starts.get(number, 1):
-                log.warning("Worker %d has died, and was started again.", number)
+                log.warning("Worker %d has died. It was started again.", number)
             self._starts[number] = len(times)
             latest, worker = times[-_SHORT_LIVES:], self._workers.get(number)
             lives = [after - before for before, after in itertools.pairwise(latest)]
             if worker is not None and worker.stop_at is None and len(latest) == _SHORT_LIVES and max(lives) < _SHORT_S:
-                text = f"Worker {number} was started {len(times)} times, and died each time within {max(lives):.0f} s."
+                text = f"Worker {number} was started {len(times)} times and died each time within {max(lives):.0f} s."
                 self._failures[number] = LaunchError(f"{text} Expected it to train. Look at its output.")
                 log.warning(text)
                 self._remove(worker)
@@ -373,7 +373,7 @@ class ASGDRun:
         except RayError as error:
             if worker.stop_at is None:
                 self._failures[worker.number] = error
-                log.warning("Worker %d has failed, and the others continue: %s", worker.number, error)
+                log.warning("Worker %d has failed; the others continue: %s", worker.number, error)
         else:
             if how == FINISHED and not self._finished:
                 self._finished = True

@@ -22,7 +22,7 @@ _PATTERNS = {  # the first that is found in a text
     "server": r"^A server was lost|^Server \d+ (continues|had no)",
     "replaced": r"^Process .* replaces ",
     "joined": r"has (re)?joined\.",
-    "lost": r"^Worker \d+ (is gone[: ]|is gone \(|has left:|sent no heartbeat)",
+    "lost": r"^Worker \d+ (is lost[: ]|is lost \(|has left:|sent no heartbeat)",
 }
 _PLACE = r"^Worker (\d+) \((.+), process \d+, (.+)\) has joined\."
 _REPLACED = r"^Process \d+ on (\S+) replaces .* as worker (\d+) "

@@ -137,7 +137,7 @@ def _about(fit: Fit) -> str:
     lines |= {
         "algorithm": settings.get("algorithm", ""),
         "exchanges": _period(settings),
-        "data": {"leases": "shared by speed", "split": "in fixed parts"}.get(str(settings.get("data")), ""),
+        "data": {"leases": "shared dynamically", "split": "split equally"}.get(str(settings.get("data")), ""),
         "transport": settings.get("transport", ""),
         "precision": about.get("precision", ""),
         "versions": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()),

@@ -82,7 +82,7 @@ class CollectiveTable:
 
     def replace(self, worker: int, process: str, now: float) -> list[Completion]:
         """Have another process take a worker's place; what is completed from now on is kept for it."""
-        due = self.leave(worker, "it was silent, and another process was started")
+        due = self.leave(worker, "it did not respond, and another process was started")
         self._last_seq.pop(worker, None)
         self.members.replace(worker, process, now)
         return due
@@ -282,7 +282,7 @@ class CollectiveTable:
 
     def _gone(self, worker: int, message: Contribution) -> ASGDError:
         return WorkerLostError(
-            f"Worker {worker} called {message.kind} {message.name!r} after it was declared gone "
+            f"Worker {worker} called {message.kind} {message.name!r} after it was declared lost "
             f"({self.members.left[worker] or 'it had left'})."
         )
 
@@ -296,7 +296,7 @@ class CollectiveTable:
             return None
         fate = "does not exist"
         if source in self.members.left:
-            fate = f"is gone ({self.members.left[source] or 'it left'})"
+            fate = f"is lost ({self.members.left[source] or 'it left'})"
         elif source < self.members.world_size:
             fate = self.members.suspected.get(source, "is behind")
         return WorkerLostError(

@@ -138,7 +138,9 @@ class Leases:
         check_request(self.epoch, request)
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
-            raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
+            raise WorkerAwayError(
+                f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was disconnected."
+            )
         worker = self._of(request.worker)
         worker.size, worker.begun = request.size, request.begun % request.size
         self._note_ends(request.worker, worker, request.ended)
@@ -432,7 +434,7 @@ class Leases:
         self._note(number)
         if request is None:
             return []
-        return [Completion(request, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
+        return [Completion(request, WorkerAwayError(f"Worker {number} was disconnected while it waited for data."))]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, in ranges that end with segments, or shards, at the latest."""

@@ -83,7 +83,7 @@ class Membership:
         """
         if message.again or (message.restore and before is not None):
             raise WorkerLostError(
-                f"Worker {message.worker} was away until session {message.session!r} was over: the others have "
+                f"Worker {message.worker} was disconnected until session {message.session!r} was over: the others have "
                 f"finished without it. Raise timeouts.silence_s if workers often pause for that long."
             )
         if before is not None and _place(message.session) < _place(before.session):
@@ -246,9 +246,9 @@ class Membership:
         if self.aborted:
             raise WorkerLostError(self.aborted)
         if worker in self.left or (self.elastic and worker not in self.joined):  # a late request of its own
-            raise WorkerLostError(f"Worker {worker} was declared gone ({self.left.get(worker) or 'it had left'}).")
+            raise WorkerLostError(f"Worker {worker} was declared lost ({self.left.get(worker) or 'it had left'}).")
         if worker in self.fenced or worker in self.suspected:
-            reason = self.suspected.get(worker, "was away")
+            reason = self.suspected.get(worker, "was disconnected")
             raise WorkerAwayError(f"Worker {worker} {reason}. Expected it to rejoin.")
 
     def silent_s(self, worker: int, now: float) -> float:
@@ -286,7 +286,7 @@ class Membership:
             why, watched = self.left[worker] or "it had left", self.policy.silence_s  # else none is replaced
             again = "its process again: it replaces the worker. Or start " if watched and self.left[worker] else ""
             raise WorkerLostError(
-                f"Worker {worker} cannot join session {self.session!r} again: it was declared gone ({why}). Start "
+                f"Worker {worker} cannot join session {self.session!r} again: it was declared lost ({why}). Start "
                 f"{again}the job again, with a checkpoint to resume from."
             )
         self.check_process(worker, process)
@@ -341,7 +341,7 @@ class Membership:
         }
         self.fenced |= fenced
         self._place_all()
-        self.publish("A server was lost, and restored from the workers' copies.")
+        self.publish("A server was lost and restored from the workers' copies.")
 
     def leave(self, worker: int, reason: str, details: str = "") -> bool:
         """Take a worker out; returns False if it was not there. ``details`` are for the workers' logs."""
@@ -351,10 +351,10 @@ class Membership:
         known = len(self.events)
         if not self.world_size:
             self.publish(f"Worker {worker} has left{f': {reason}' if reason else ''}.")
-        elif reason and not self._lose(worker, f"is gone ({reason})"):
-            self.publish(f"Worker {worker} is gone: {reason}; the others continue without it.")
+        elif reason and not self._lose(worker, f"is lost ({reason})"):
+            self.publish(f"Worker {worker} is lost: {reason}; the others continue without it.")
         if details and len(self.events) != known:
-            self.events[-1] += f" It said:\n{details}"
+            self.events[-1] += f" Its last output:\n{details}"
         return True
 
     def give_up(self, worker: int, reason: str) -> None:
@@ -418,7 +418,7 @@ class Membership:
         heard = len(self.living) + len(self.catching_up)
         if len(lost) > heard:
             self.end(
-                f"Workers {sorted(lost)} are silent, and {heard} of {len(lost) + heard} are left. "
+                f"Workers {sorted(lost)} are not responding: {heard} of {len(lost) + heard} are left. "
                 "Expected at least half: if the network has split, the others train on without these servers. Look "
                 "for a job that still runs; else start the job again from its last checkpoint."
             )
@@ -438,7 +438,7 @@ class Membership:
         elif self.policy.abort:
             why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
         elif 0 < left < self.policy.min_workers and heard:  # else it may be this process's network that is down
-            why = f"Worker {worker} {fate}. {left} are left, and min_workers={self.policy.min_workers}."
+            why = f"Worker {worker} {fate}. {left} are left, but min_workers={self.policy.min_workers}."
         if why:
             self.end(f"{why} Start the job again from its last checkpoint (trainer.fit(..., ckpt_path='last')).")
         return bool(why)

@@ -85,7 +85,7 @@ class RunRegistry:
         if bootstraps and self.bootstrap_worker in members.living:
             return None
         if len(members.unheard) >= _MOST_SILENT:
-            return LaunchError(f"{_MOST_SILENT} workers have joined that are silent. Look for a broken one of them.")
+            return LaunchError(f"{_MOST_SILENT} workers have joined but do not respond. Look for a faulty one of them.")
         processes = dict(members.processes)
         for absent in processes.keys() - members.living:
             del processes[absent]

@@ -295,7 +295,7 @@ class Service:
         if recovery.phase is RecoveryPhase.RESTORED and message.worker in recovery.offers:
             return None
         if recovery.phase is not RecoveryPhase.COLLECTING:
-            raise WorkerAwayError(f"Worker {message.worker} was away while a server was restored.")
+            raise WorkerAwayError(f"Worker {message.worker} was disconnected while a server was restored.")
         session.have_weights.add(message.worker)
         recovery.add(session.islands.filled(message))
         future = self._pending.add(replace(message, shards=()))
@@ -383,7 +383,7 @@ class Service:
         """Continue from the workers' copies of a lost server's state, once all have reported."""
         recovery, members = self.state.recovery, session.members
         if recovery.complete(members.living):
-            away = WorkerAwayError("This worker was away when a server was lost.")
+            away = WorkerAwayError("This worker was disconnected when a server was lost.")
             self._pending.complete_all(StateReport, away, self.state.recover(session))
             self._pending.complete_all(StateReport, None)
             self._members_changed(session)

@@ -80,7 +80,7 @@ class VirtualLeases(DataLeases):
         """Raise an error: the simulator's workers do not rejoin."""
         worker = self._client().connection.worker
         raise ASGDError(
-            f"Worker {worker} was excluded after {self._clock():g} s, since the servers received its heartbeats too "
+            f"Worker {worker} was excluded after {self._clock():g} s, because the servers received its heartbeats too "
             "late. Expected servers that keep up with their messages: simulate fewer workers, more servers, longer "
             "steps or a larger silence_s."
         )

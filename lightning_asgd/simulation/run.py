@@ -123,8 +123,8 @@ class Simulation:
         algorithm = config.algorithm
         if isinstance(config.compression, Auto):
             raise ConfigurationError(
-                f"exchange={self.exchange!r} asks for the fastest code, and a simulation has no real links to measure. "
-                "Expected compression=None, or a code by its name, such as compression='int8'."
+                f"exchange={self.exchange!r} asks for the fastest codec, but a simulation has no real links to "
+                "measure. Expected compression=None, or a codec by its name, such as compression='int8'."
             )
         if algorithm.payload not in (Payload.DELTA, Payload.GRADIENT, Payload.WEIGHTS):
             raise ConfigurationError(

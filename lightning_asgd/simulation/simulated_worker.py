@@ -70,7 +70,7 @@ class NamedWeights:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
         if sum(sizes) != self.flat.numel():
             raise ConfigurationError(
-                f"{type(problem).__name__}.shapes() has {sum(sizes)} scalars, and start() has {self.flat.numel()}. "
+                f"{type(problem).__name__}.shapes() has {sum(sizes)} scalars, but start() has {self.flat.numel()}. "
                 "Expected the shapes of all weights, in their order: correct one of the two."
             )
         ends = list(itertools.accumulate(sizes))
@@ -101,7 +101,7 @@ def _pieces(numel: int, number: int, num_servers: int) -> Mapping[str, tuple[int
         return {"weights": (numel,)}
     if numel < number * num_servers:
         raise ConfigurationError(
-            f"The algorithm exchanges the weights in parts={number}, and the problem has {numel} of them for "
+            f"The algorithm exchanges the weights in parts={number}, but the problem has {numel} of them for "
             f"{num_servers} servers. Expected at least one weight per part and server: choose a larger problem, or "
             "fewer parts or servers."
         )

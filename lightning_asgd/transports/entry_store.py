@@ -37,7 +37,7 @@ class EntryStore(ABC):
     def way_to(self, name: str, number: int) -> ServerAddress:
         """How to reach a server through the gateway at the address. Raises a ``LaunchError`` if the store has none."""
         raise LaunchError(
-            "The servers listen on loopback of another machine than this, and the rendezvous is torch's store at "
+            "The servers listen on loopback of another machine than this, but the rendezvous is torch's store at "
             f"{joined(*self.address)}, which leads to no server. Expected transport='zmq' and a rendezvous of this "
             f"package's own. Set the same {SECRET_ENV} on all machines, and start the job without torchrun, or use an "
             "elastic run."
@@ -50,7 +50,7 @@ class EntryStore(ABC):
     def shared(self, prefix: str) -> Any:
         """A store of torch's below a prefix, for other parts of torch."""
         raise CollectiveUnavailableError(
-            "A process group with one of torch's own backends was requested, and the job's rendezvous at "
+            "A process group with one of torch's own backends was requested, but the job's rendezvous at "
             f"{self.address[0]}:{self.address[1]} was hosted with transport='zmq': torch cannot use it. Expected "
             'ASGDStrategy(transport="rpc") for every Trainer of the script, from the first on.'
         )

@@ -139,7 +139,7 @@ class Gateway:
                     self._process = self._start()
                     return True
                 except OSError as error:
-                    log.warning("The gateway cannot be started now, and is tried again: %s", error)
+                    log.warning("The gateway cannot be started now and is tried again: %s", error)
             time.sleep(_RETRY_S)
 
 

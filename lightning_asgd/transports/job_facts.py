@@ -53,12 +53,12 @@ def check_facts(rendezvous: Rendezvous, call: str = "", workers: int = 0) -> Non
     error: LaunchError | None = None
     if theirs.get("protocol", PROTOCOL) != PROTOCOL:
         error = LaunchError(
-            f"{here} has {_OWN} {facts().get(_OWN)} with protocol {PROTOCOL}, and {there} has {_OWN} "
+            f"{here} has {_OWN} {facts().get(_OWN)} with protocol {PROTOCOL}, but {there} has {_OWN} "
             f"{theirs.get(_OWN)} with protocol {theirs['protocol']}. Expected the same version on every machine."
         )
     elif call and theirs.get("call") == call and theirs.get("workers") != workers:
         error = LaunchError(
-            f"{here} takes part in a job of {workers} workers, and {there} has {theirs.get('workers')}. Expected the "
+            f"{here} takes part in a job of {workers} workers, but {there} has {theirs.get('workers')}. Expected the "
             "same devices and num_nodes on every machine, and no process that is left of an earlier job."
         )
     if error is not None:

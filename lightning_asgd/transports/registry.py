@@ -158,7 +158,8 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
         has = "one machine" if one_machine else f"{SECRET_ENV} is set"
         name, why = ("zmq", has) if lacks is None else ("rpc", lacks)
     if kind_of(name).encrypted:
-        return name, why, "encrypts all connections, and accepts no process without the secret."
+        key = "key generated for this job" if job_secret.given() is None else f"key from {SECRET_ENV}"
+        return name, why, f"is encrypted and authenticated ({key})."
     if one_machine:
         who = "any user of this machine"
         instead = "ASGDStrategy(transport='zmq') keeps them out: pip install pyzmq."

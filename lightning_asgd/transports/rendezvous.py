@@ -177,7 +177,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         used, keys = self._session(session, timeout_s, check)
         if used != transport:
             raise _final(
-                f"The main process at {joined(*self.address)} has transport={used!r}, and this worker has "
+                f"The main process at {joined(*self.address)} has transport={used!r}, but this worker has "
                 f"transport={transport!r}. Expected the same on all machines: the same argument of ASGDStrategy, the "
                 f"same {SECRET_ENV}, and pyzmq on all or none."
             )
@@ -278,7 +278,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
 
     def _strange(self, key: str, found: Any) -> LaunchError:
         return LaunchError(
-            f"The entry {key!r} at {joined(*self.address)} is {repr(found)[:80]}, and no process of this job writes "
+            f"The entry {key!r} at {joined(*self.address)} is {repr(found)[:80]}, but no process of this job writes "
             f"that. {_SAME_SECRET}"
         )
 

@@ -239,7 +239,7 @@ class Connection:
     def _broken(self, server: int, replaced: int, error: Exception) -> ServerLostError:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         lost = self.lost(
-            f"Server {server} is gone: worker {self.worker} got {cause!r} instead of an answer. "
+            f"Server {server} is lost: worker {self.worker} got {cause!r} instead of an answer. "
             "Expected a running server. Its last output is in the main process's error or log."
         )
         if not isinstance(error, CallTimeoutError):  # else it may live, and is not replaced

@@ -125,7 +125,7 @@ class FailoverClient:
                 awaited.error = error
             except Exception as error:
                 awaited.error = self._connection.lost(
-                    f"Server {server} is gone. No replacement was reached: {error!r}."
+                    f"Server {server} is lost. No replacement was reached: {error!r}."
                 )
             finally:
                 self._connection.interrupt(server)
@@ -173,7 +173,7 @@ class FailoverClient:
                 connection.ask_together({server: self._report(server, part) for server in group})
             # The replacements would accept what a living coordinator rejects.
             if COORDINATOR not in servers and self._beat(COORDINATOR).fenced:
-                raise WorkerAwayError(f"Worker {connection.worker} was away. Expected it to rejoin.")
+                raise WorkerAwayError(f"Worker {connection.worker} was disconnected. Expected it to rejoin.")
             for server in sorted(servers):
                 for log in logs:
                     log.replay(server)

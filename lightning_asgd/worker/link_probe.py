@@ -1,4 +1,4 @@
-"""``compression="auto"``: a worker measures its link to the servers and the codes, and chooses its code."""
+"""``compression="auto"``: a worker measures its link to the servers and the codecs, and chooses its codec."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _MACHINES = 2  # with servers, to which links are measured
 _SIZES = 1 << 15, 1 << 18, 1 << 21, 1 << 24  # bytes of probes
 _SLOW_S = 0.06  # for a probe there and back: with the next size the four probes would take more than 1.5 s
 _LEAST_S = 1e-4  # for less there is no telling bytes from noise
-_VALUES = 1 << 20  # with which codes are timed
+_VALUES = 1 << 20  # with which codecs are timed
 _TIMINGS = 3
 
 
 def measured_code(connection: Connection, layout: Layout) -> Compression | None:
-    """The code with which exchanges of this layout take the least time. Logs it, and why.
+    """The codec with which exchanges of this layout take the least time. Logs it, and why.
 
     All servers count as behind the slowest link that is measured, since a worker sends to them at the same time.
     """
     machines = _other_machines(connection)
     if not machines:
-        log.info("compression='auto' on worker %d: no code, since all servers are on its machine.", connection.worker)
+        log.info("compression='auto' on worker %d: no codec (all servers are on its machine).", connection.worker)
         return None
     shards = [layout.shard(server) for servers in machines for server in servers]
     values = sum(n for groups in shards for role, dtype, n in groups if is_coded(role, dtype))
@@ -47,7 +47,7 @@ def measured_code(connection: Connection, layout: Layout) -> Compression | None:
     costs = _costs()
     chosen = choose_code(costs, link, values)
     log.info(
-        "compression='auto' on worker %d: %s, since the link carries %.3g MB/s to the servers and %.3g MB/s back. An "
+        "compression='auto' on worker %d: %s, because the link carries %.3g MB/s to the servers and %.3g MB/s back. An "
         "exchange is expected to take %s.",
         connection.worker,
         chosen.name,
@@ -101,11 +101,11 @@ def _random_bytes(size: int) -> Tensor:
     return torch.randint(256, (size,), dtype=torch.uint8, device="cpu", generator=torch.Generator().manual_seed(0))
 
 
-# ---------------------------------------------------------------------- the codes
+# ---------------------------------------------------------------------- the codecs
 
 
 def _costs() -> list[CodeCost]:
-    """What the codes cost on this machine, and no code."""
+    """What the codecs cost on this machine, and no codec."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as servers have it
     try:
@@ -115,7 +115,7 @@ def _costs() -> list[CodeCost]:
 
 
 def _cost_of(name: str, code: Compression) -> CodeCost:
-    """Do with random values what both ends of an exchange do with a code."""
+    """Do with random values what both ends of an exchange do with a codec."""
     groups = ((Role.PARAMETER, "float32", _VALUES),)
     worker, server = CodecState.of(code, groups), CodecState.of(code, groups)
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are

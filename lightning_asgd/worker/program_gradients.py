@@ -51,7 +51,7 @@ class ProgramGradients(LayerGradients):
         """Optimizers have got more parameters."""
         if any(self._in_flight.values()):
             raise ConfigurationError(
-                f"Parameters were added to {type(optimizer).__name__} between two sync points, and gradients are in "
+                f"Parameters were added to {type(optimizer).__name__} between two sync points while gradients are in "
                 "flight. Expected add_param_group() after sync(), before the next step."
             )
         for handle in self._handles:

@@ -60,7 +60,7 @@ class TableClients:
         for optimizer in optimizers if self._tables else ():
             if not hasattr(optimizer, "register_step_post_hook"):
                 raise ConfigurationError(
-                    f"The optimizer {type(optimizer).__name__} has no register_step_post_hook(), and the module has a "
+                    f"The optimizer {type(optimizer).__name__} has no register_step_post_hook(), but the module has a "
                     "ServedEmbedding, which learns with an optimizer's steps. Expected a torch.optim.Optimizer."
                 )
             self._undo.append(optimizer.register_step_post_hook(self._step).remove)
@@ -117,7 +117,7 @@ def _refuse_scaler() -> None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
             raise ConfigurationError(
-                "A GradScaler scales the loss, as with precision='16-mixed', and the module has a ServedEmbedding. Its "
+                "A GradScaler scales the loss, as with precision='16-mixed', but the module has a ServedEmbedding. Its "
                 "gradients would stay scaled. Expected another precision, such as 'bf16-mixed'."
             )
         frame = frame.f_back

@@ -140,7 +140,7 @@ def check_shapes(module: Module) -> None:
     for name, tensor in module.named_parameters():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigurationError(
-                f"Parameter {name!r} has no shape yet, since it belongs to a lazy module. Expected all shapes to be "
+                f"Parameter {name!r} has no shape yet, because it belongs to a lazy module. Expected all shapes to be "
                 "known when fit begins: run a batch through the module in configure_model()."
             )
 
@@ -151,7 +151,7 @@ def trainable_parameters(module: Module) -> dict[str, Tensor]:
 
 
 def _check_code(algorithm: Algorithm, part: Layout) -> None:
-    """Raise a :class:`ConfigurationError` if an algorithm's own code does not suit the parameters."""
+    """Raise a :class:`ConfigurationError` if an algorithm's own codec does not suit the parameters."""
     plain = {dtype for role, dtype, _ in part.shard(0) if role is Role.PARAMETER and not is_coded(role, dtype)}
     if algorithm.code is not None and plain:
         raise ConfigurationError(
@@ -164,7 +164,7 @@ def warn_if_fewer(algorithm: Algorithm, fragments: int) -> None:
     """Warn if there are fewer fragments than the algorithm expects."""
     if fragments < algorithm.fragments:
         log.warning(
-            "%s(parts=%d) was given, but the module has parameters for only %d parts, since none is split. "
+            "%s(parts=%d) was given, but the module has parameters for only %d parts, because none is split. "
             "Set parts=%d: the algorithm divides its period by this number.",
             type(algorithm).__name__,
             algorithm.fragments,
@@ -260,7 +260,7 @@ def _check_constants(tensors: Mapping[str, Tensor], theirs: bytes, worker: int) 
     """Raise if a replacement has other values than the others began with."""
     if digest_of(tensors) != theirs:
         raise LayoutMismatchError(
-            f"Worker {worker} was replaced, and tensors of its new process that are not exchanged "
+            f"Worker {worker} was replaced, but tensors of its new process that are not exchanged "
             f"({', '.join(tensors)}) differ from those that the others began with. Expected the same values from every "
             "start of the script: call seed_everything() first, or load them from a file."
         )

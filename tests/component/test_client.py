@@ -162,13 +162,13 @@ def test_the_second_servers_error_is_raised_too(call: Any) -> None:
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("transport", [Answers, Unreachable])
 def test_a_lost_server_is_named(call: Any, transport: type[Answers]) -> None:
-    with pytest.raises(ServerLostError, match=r"Server 0 is gone: worker 3 got 'eof' instead of an answer. Expected"):
+    with pytest.raises(ServerLostError, match=r"Server 0 is lost: worker 3 got 'eof' instead of an answer. Expected"):
         call(client(transport(RuntimeError("eof\nand much more"), reply(0))))
 
 
 @pytest.mark.parametrize("transport", [Answers, Unreachable])
 def test_the_second_server_is_named_too(transport: type[Answers]) -> None:
-    with pytest.raises(ServerLostError, match="Server 1 is gone"):
+    with pytest.raises(ServerLostError, match="Server 1 is lost"):
         exchange(client(transport(reply(0), RuntimeError("eof"))))
 
 
@@ -187,7 +187,7 @@ def test_a_server_that_does_not_answer_is_lost(call: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("text", ["RPC ran for more than set timeout", "ECONNREFUSED"])
 def test_a_server_is_replaced_by_the_kind_of_the_error_not_by_its_text(text: str) -> None:
     for kind, server in ((RuntimeError, 0), (CallTimeoutError, None)):  # one that was slow may live
-        with pytest.raises(ServerLostError, match="Server 0 is gone") as lost:
+        with pytest.raises(ServerLostError, match="Server 0 is lost") as lost:
             client(Answers(kind(text), True)).join()
         assert lost.value.server == server
 

@@ -307,7 +307,7 @@ def test_a_broadcast_of_a_worker_that_is_gone_still_fails() -> None:
     for client in clients:
         client.join()
     clients[0].leave("it was killed")
-    with pytest.raises(WorkerLostError, match="worker 0, whose value is needed, is gone"):
+    with pytest.raises(WorkerLostError, match="worker 0, whose value is needed, is lost"):
         Collectives(clients[1], timeout_s=20.0).broadcast("mine", source=0)
 
 

@@ -177,7 +177,7 @@ def test_a_broadcast_fails_when_its_source_leaves_before_it_spoke() -> None:
     found = errors(c.leave(1, "killed"))
     assert set(found) == {0}
     assert isinstance(found[0], WorkerLostError)
-    assert re.search("broadcast 'layout' cannot be completed: worker 1, .*gone.*killed", str(found[0]))
+    assert re.search("broadcast 'layout' cannot be completed: worker 1, .*lost.*killed", str(found[0]))
 
 
 @pytest.mark.parametrize("reason", ["", "killed"])
@@ -208,7 +208,7 @@ def test_a_worker_who_was_declared_gone_is_told_so_when_it_calls() -> None:
     c.leave(1, "it raised ValueError")
     found = errors(c.contribute(say(1), 0.0))
     assert isinstance(found[1], WorkerLostError)
-    assert re.search("Worker 1 called all_gather 'loss' after it was declared gone .*ValueError", str(found[1]))
+    assert re.search("Worker 1 called all_gather 'loss' after it was declared lost .*ValueError", str(found[1]))
 
 
 def test_what_a_worker_called_before_it_left_does_not_bind_the_others() -> None:
@@ -525,7 +525,7 @@ def test_one_that_takes_part_in_a_collective_may_still_not_train_before_it_joins
     c.contribute(say(1), 11.0)
     assert c.members.living == {0, 1}
     assert c.members.trusted == {0}
-    with pytest.raises(WorkerAwayError, match="Worker 1 was away"):
+    with pytest.raises(WorkerAwayError, match="Worker 1 was disconnected"):
         c.members.check(1)
     c.join(1, 11.0)
     assert c.members.trusted == {0, 1}
@@ -696,7 +696,7 @@ def test_too_few_workers_end_the_session() -> None:
     assert c.leave(2, "killed") == []
     (error,) = errors(c.leave(1, "killed too")).values()
     assert isinstance(error, WorkerLostError)
-    assert "Worker 1 is gone (killed too). 1 are left, and min_workers=2. Start the job again" in str(error)
+    assert "Worker 1 is lost (killed too). 1 are left, but min_workers=2. Start the job again" in str(error)
     with pytest.raises(WorkerLostError, match="min_workers=2"):
         c.members.check(0)
     (error,) = errors(c.contribute(say(0, 2), 0.0)).values()
@@ -715,7 +715,7 @@ def test_too_few_workers_end_the_session_only_if_the_others_are_heard(last: floa
     assert not c.members.aborted
     c = watched(3, min_workers=2)
     pass_time(c, 30, 0)
-    assert "1 are left, and min_workers=2" in c.members.aborted
+    assert "1 are left, but min_workers=2" in c.members.aborted
 
 
 def test_orderly_leaving_ends_nothing() -> None:
@@ -731,7 +731,7 @@ def test_abort_names_who_and_why(hangs: bool) -> None:
     c.contribute(say(0), 0.0)
     due = pass_time(c, 11, 0, 1) if hangs else c.leave(2, "out of memory")
     (error,) = errors(due).values()
-    fate = "sent no heartbeat for 11 s" if hangs else "is gone (out of memory)"
+    fate = "sent no heartbeat for 11 s" if hangs else "is lost (out of memory)"
     assert f"Worker 2 {fate}, and on_worker_failure='abort'." in str(error)
 
 
@@ -851,4 +851,4 @@ def test_worker_zeros_death_ends_a_session_that_any_death_ends(policy: Policy) -
         c.join(rank)
     c.contribute(say(1), 0.0)
     assert set(errors(c.leave(0, "killed"))) == {1}
-    assert "Worker 0 is gone (killed)" in c.members.aborted
+    assert "Worker 0 is lost (killed)" in c.members.aborted

@@ -565,7 +565,7 @@ def test_a_lost_server_is_noticed_at_the_next_advance() -> None:
     transport.arrive(0)
     transport.answer(0)
     transport.lose(1)
-    with pytest.raises(ServerLostError, match="Server 1 is gone"):
+    with pytest.raises(ServerLostError, match="Server 1 is lost"):
         run(worker.exchanger.advance())
 
 

@@ -69,7 +69,7 @@ def test_the_next_chief_finds_the_state_of_the_one_before_also_after_a_new_layou
 
 def test_a_process_that_enters_late_with_another_layout_ends_itself_only(two: Two) -> None:
     two.fleets[1].collectives.phase = Phase.ENTERING  # it replaces worker 1, and has not trained yet
-    with pytest.raises(LayoutMismatchError, match=r"^Worker 1 was replaced, and its new process .* Expected "):
+    with pytest.raises(LayoutMismatchError, match=r"^Worker 1 was replaced, but its new process .* Expected "):
         two.fleets[1].begin_generation()
     assert two.session == "j.0.1"
     assert two.fleets[0].client.note("chief") is None  # the others' session answers

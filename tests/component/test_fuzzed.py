@@ -208,7 +208,7 @@ def test_a_worker_that_was_granted_nothing_yet_may_report() -> None:
     part = LeaseHoldings(EPOCH, (), 0, WorkerLeases().served)
     answer = checked(service.handle)(StateReport("s", 0, (), part=part))
     assert isinstance(answer, Failure)
-    assert "away while a server was restored" in answer.message
+    assert "disconnected while a server was restored" in answer.message
 
 
 @pytest.mark.parametrize("held", [("s", ()), ("s/0", ((4, 2),)), ("s/0", ((0, 3), (2, 4)))], ids=str)

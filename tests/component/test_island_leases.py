@@ -205,7 +205,7 @@ def test_a_request_that_cannot_be_sent_fails_only_where_all_processes_learn_of_i
         if island.shares and not (lasts and failed):
             return post(*message)
         failed.append(island.shares)
-        raise ServerLostError("Server 0 is gone")
+        raise ServerLostError("Server 0 is lost")
 
     island.far.post = fail  # type: ignore[method-assign]
     if lasts:

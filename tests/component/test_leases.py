@@ -383,7 +383,7 @@ def test_ranges_that_are_none_are_not_taken_back(returned: tuple[int, int]) -> N
 
 
 def test_a_worker_that_hangs_is_waited_for_only_with_what_it_holds() -> None:
-    """The others train all but that, although it was the fastest, and the rest once it is declared gone."""
+    """The others train all but that, although it was the fastest, and the rest once it is declared lost."""
     run = Run(40, (40,), [0.1, 0.1, 0.01])
     hung: list[int] = []
 

@@ -105,7 +105,7 @@ def test_nothing_is_measured_where_all_servers_are_on_this_machine(caplog: pytes
     _, cables, client = joined(None, None)
     assert measured_code(client.connection, layout(2)) is None
     assert cables.probed == {0: 0, 1: 0}
-    assert "compression='auto' on worker 0: no code, since all servers are on its machine." in caplog.text
+    assert "compression='auto' on worker 0: no codec (all servers are on its machine)." in caplog.text
 
 
 def test_a_slow_link_is_found_and_a_code_of_few_bits_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,11 +117,11 @@ def test_a_slow_link_is_found_and_a_code_of_few_bits_taken(caplog: pytest.LogCap
     assert torch.equal(torch.get_rng_state(), state)
     assert cables.probed == {0: 1 << 18}
     said = caplog.messages[-1]
-    assert said.startswith("compression='auto' on worker 0: 4bit, since the link carries ")
+    assert said.startswith("compression='auto' on worker 0: 4bit, because the link carries ")
     there, back = (float(part.split()[-1]) for part in said.split(" MB/s", 2)[:2])
     assert there == pytest.approx(4.0, rel=0.2)
     assert back == pytest.approx(4.0, rel=0.2)
-    assert "s with no code" in said
+    assert "s with no codec" in said
     assert "s with 4bit" in said
 
 

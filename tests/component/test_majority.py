@@ -43,7 +43,7 @@ def test_fewer_than_half_end(left: int, *, ends: bool) -> None:
     session.passes(3.0, range(left))
     assert bool(session.ended) is ends
     if ends:
-        assert f"are silent, and {left} of 6 are left" in session.ended
+        assert f"are not responding: {left} of 6 are left" in session.ended
 
 
 def test_without_other_hosts_any_number_continues() -> None:

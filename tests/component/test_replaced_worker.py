@@ -168,7 +168,7 @@ def test_a_worker_that_was_given_up_is_advised_to_be_started_again_if_that_helps
         service.handle(Join("j.0.1", rank, 2, Policy(silence_s), process=process))
     service.handle(Leave("j.0.1", 1, "its process ended", final=True, process="there/2/"))
     answer = service.handle(Join("j.0.1", 1, 2, Policy(silence_s), process=TWO[1]))
-    assert f"it was declared gone (its process ended). Start {advice} again" in answer.message
+    assert f"it was declared lost (its process ended). Start {advice} again" in answer.message
 
 
 def test_one_that_has_ended_in_order_is_not_replaced() -> None:
@@ -176,7 +176,7 @@ def test_one_that_has_ended_in_order_is_not_replaced() -> None:
     job.says(Leave("j.0.1", 1), TWO[1])
     answer = job.comes()
     assert isinstance(answer, Failure)
-    assert "it was declared gone (it had left)" in answer.message
+    assert "it was declared lost (it had left)" in answer.message
 
 
 def test_an_ended_session_takes_nobody_in() -> None:
@@ -185,7 +185,7 @@ def test_an_ended_session_takes_nobody_in() -> None:
     dies(job)
     answer = job.comes()
     assert isinstance(answer, Failure)
-    assert "Worker 0, which logs and writes the checkpoints, is gone" in answer.message
+    assert "Worker 0, which logs and writes the checkpoints, is lost" in answer.message
 
 
 def test_pushes_are_counted_on_so_none_is_taken_for_a_repeated_one() -> None:
@@ -342,7 +342,7 @@ def test_a_server_sees_that_a_process_of_its_machine_has_ended(monkeypatch: pyte
     monkeypatch.setattr(server_process, "gone_among", lambda processes: [p for p in processes if p in gone])
     server_process._report_gone(job.service)
     assert job.members.events[-1] == (
-        "Worker 1 is gone: its process has ended (2 on there); the others continue without it."
+        "Worker 1 is lost: its process has ended (2 on there); the others continue without it."
     )
     assert job.members.living == {0}
     server_process._report_gone(job.service)

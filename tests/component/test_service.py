@@ -181,7 +181,7 @@ def test_when_the_session_is_ended_all_that_wait_are_told() -> None:
         s.handle(Join("s", rank, 2, Policy(abort=True)))
     waiting = s.handle(Contribution("s", 0, 1, "barrier", "end"))
     s.handle(Leave("s", 1, "killed"))
-    assert "Worker 1 is gone (killed), and on_worker_failure='abort'" in failure(waiting)[1]
+    assert "Worker 1 is lost (killed), and on_worker_failure='abort'" in failure(waiting)[1]
     assert failure(s.handle(Heartbeat("s", 0)))[0] == "WorkerLostError"
 
 
@@ -266,7 +266,7 @@ def test_joining_a_session_again_that_is_over_does_not_end_the_present_one() -> 
     s.handle(Join("t", 0, 2))
     error, text = failure(s.handle(Join("s", 1, 2, again=True)))
     assert error == "WorkerLostError"
-    assert "Worker 1 was away until session 's' was over" in text
+    assert "Worker 1 was disconnected until session 's' was over" in text
     assert summary(s)["session"] == "t"
 
 

@@ -119,7 +119,9 @@ class LinearLeases:
         """Grant units to a worker; the reply to a request that waits comes later."""
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
-            raise WorkerAwayError(f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was away.")
+            raise WorkerAwayError(
+                f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was disconnected."
+            )
         worker = self._workers.setdefault(request.worker, WorkerLeases())
         worker.size, worker.begun = request.size, request.begun % request.size
         self._take_back(worker, request.returned)
@@ -337,7 +339,9 @@ class LinearLeases:
         self._give_back(worker, trained_too=True)
         if worker.waiting is None:
             return []
-        return [Completion(worker.waiting, WorkerAwayError(f"Worker {number} was away while it waited for data."))]
+        return [
+            Completion(worker.waiting, WorkerAwayError(f"Worker {number} was disconnected while it waited for data."))
+        ]
 
     def _release(self, first: int, last: int) -> None:
         """Make units free, in ranges that end with segments, or shards, at the latest."""

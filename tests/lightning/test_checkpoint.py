@@ -417,7 +417,7 @@ def test_a_checkpoint_on_an_exception_is_worker_0_s(
     untrained = digest(module)
     with pytest.raises(ProcessExitedException if killed else ProcessRaisedException, match=None if killed else "sixth"):
         run.fit(module, loader())
-    assert f"The main process has not trained, and does not write {tmp_path}/failed.ckpt" in caplog.text
+    assert f"The main process has not trained, so it does not write {tmp_path}/failed.ckpt" in caplog.text
     assert (tmp_path / "failed.ckpt").exists() is not killed
     if not killed:
         saved = torch.load(tmp_path / "failed.ckpt", weights_only=False)

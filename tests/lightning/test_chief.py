@@ -97,7 +97,7 @@ def test_another_worker_becomes_chief(tmp_path: Path, mains: Any, start_method: 
     output = (tmp_path / "output").read_text()
     assert main.exitcode == 0, output
     assert "Worker 0 ended with exit code -9; the others continue without it." in output
-    assert "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on. CSVLogger begins files" in output
+    assert "Worker 0 is lost. Worker 1 logs and writes the checkpoints from now on. CSVLogger begins files" in output
     assert "1 of 2 workers were lost during this fit:\n  worker 0: its process ended" in output
     old, new = (steps_logged(tmp_path / "logs" / f"version_{n}" / "metrics.csv") for n in (0, 1))
     assert old

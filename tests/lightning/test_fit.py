@@ -52,7 +52,7 @@ def test_on_one_machine_every_worker_chooses_no_code(tmp_path: Path) -> None:
         log.setLevel(level)
         log.removeHandler(lines)
         lines.close()
-    assert (tmp_path / "log").read_text().count(": no code, since all servers are on its machine.") == 2
+    assert (tmp_path / "log").read_text().count(": no codec (all servers are on its machine).") == 2
     assert all(record.shared for record in strategy.stats.records)
     zero, one = Recorder.read(tmp_path, 0), Recorder.read(tmp_path, 1)
     assert [r["digest"] for r in zero] == [r["digest"] for r in one]

@@ -195,14 +195,14 @@ def test_all_processes_stop_after_the_batch_of_their_wish_or_the_next_one(start:
 def test_parameters_that_only_one_process_has_are_refused_by_name(start: Any) -> None:
     started = start("a", "Experts", "DDP")
     for rank in (0, 1):
-        assert "Parameter 'expert' is not sharded, and processes 0 and 1" in ends_with(started, "a", rank)
+        assert "Parameter 'expert' is not sharded, but processes 0 and 1" in ends_with(started, "a", rank)
 
 
 def test_a_process_that_skips_a_step_ends_the_island_with_an_error_that_says_so(start: Any) -> None:
     started = start("a", "SkipsSteps", "DDP")
     for rank, steps in enumerate((5, 4)):
         text = (
-            f"Process {rank} of this island has taken {steps} optimizer steps in this fit, and others between 4 and 5."
+            f"Process {rank} of this island has taken {steps} optimizer steps in this fit, but others between 4 and 5."
         )
         assert text in ends_with(started, "a", rank)
 

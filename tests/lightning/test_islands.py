@@ -317,7 +317,7 @@ def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_
     for rank, process in enumerate(started.processes["a"]):
         process.join(100)
         assert process.exitcode not in (None, 0)
-        assert "Server 1 is gone" in (started.folder / f"a{rank}.log").read_text()
+        assert "Server 1 is lost" in (started.folder / f"a{rank}.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def test_others_continue_without_worker_0_and_its_servers(tmp_path: Path, mains:
     assert f"seen: [({epochs}, 200)] {int(epochs)} [0, 1] True\n" in said, "every sample once per epoch"
     assert said.rstrip().endswith("tested")
     assert said.count("Worker 2 logs and writes") == 1, "it stays chief in the next session"
-    assert "Worker 1 is gone: its process has ended. This process hosts the servers from now on." in said
+    assert "Worker 1 is lost: its process has ended. This process hosts the servers from now on." in said
     assert "This process hosts the servers from now on." in (tmp_path / "output1").read_text()
     assert "2 of 3 workers were lost during this fit:" in said
     events = [text for _, text in read(tmp_path / "logs" / "version_2" / "asgd.jsonl")[0].events]
-    assert "Worker 1 is gone. Worker 2 logs and writes the checkpoints from now on." in events, "for the report"
+    assert "Worker 1 is lost. Worker 2 logs and writes the checkpoints from now on." in events, "for the report"
     assert torch.load(str(newest()), weights_only=False)["global_step"] > 0
     _, alive = psutil.wait_procs(family, 10)
     assert not alive

@@ -300,5 +300,5 @@ def test_an_environment_of_others_brings_its_own_world(tmp_path: Path, pl: str, 
 
 def test_a_process_that_no_worker_is_left_for_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ConfigurationError, match=r"This process has rank 1, and the Trainer has 1 worker"):
+    with pytest.raises(ConfigurationError, match=r"This process has rank 1, but the Trainer has 1 worker"):
         trainer(tmp_path, ASGDStrategy(), devices=1).fit(Regression(), loader(64))

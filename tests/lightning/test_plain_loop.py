@@ -250,7 +250,7 @@ def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: st
     fit = trainer(tmp_path, strategy, devices=1, max_epochs=1, callbacks=[joins])
     if first == "trainer":
         fit.fit(Regression(), loader())
-        assert joins.refused.startswith("Run 's' was begun with a Trainer, and this worker trains with a plain loop or")
+        assert joins.refused.startswith("Run 's' was begun with a Trainer, but this worker trains with a plain loop or")
     else:
         with asgd:
             with pytest.raises(ConfigurationError, match=r"was begun with a plain loop or Fabric, and this"):

@@ -185,7 +185,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
         wait_until(lambda: len({*servers_of(main.pid)} - {*known}) == 1, 30, "another server")
         before = epochs(tmp_path)
         wait_until(lambda: epochs(tmp_path) > before + 3, 30, "training with it")
-        news = "A server was lost, and restored from the workers' copies."
+        news = "A server was lost and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
         main.join(100)
@@ -218,7 +218,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
             wait_until(lambda known=known: len({*servers_of(main.pid)} - {*known}) == 1, 20, "another server")  # type: ignore[misc]
             before = epochs(tmp_path)
             wait_until(lambda before=before: epochs(tmp_path) > before + 3, 30, "training with it")  # type: ignore[misc]
-        news = "A server was lost, and restored from the workers' copies."
+        news = "A server was lost and restored from the workers' copies."
         wait_until(lambda: news in (tmp_path / "output").read_text(), 20, "the news")
         (tmp_path / "stop").touch()
         main.join(100)
@@ -354,7 +354,7 @@ def test_a_script_killed_outright_leaves_a_checkpoint_and_no_process(tmp_path: P
     wait_until(lambda: not alive(family), 10, f"the end of {alive(family)}")
     (path,) = tmp_path.glob("*.ckpt")
     output = (tmp_path / "output").read_text()
-    assert f"The main process is gone. Worker {'1' if 'Worker 1 has' in output else '2'} has written" in output
+    assert f"The main process has exited. Worker {'1' if 'Worker 1 has' in output else '2'} has written" in output
     assert str(path) in output
     assert "It holds the servers' weights, with this worker's steps since its last push." in output
     saved = torch.load(path, weights_only=False)

@@ -27,7 +27,7 @@ from tests.lightning.models import Regression, loader, trainer
 SAMPLES, BATCH = 96, 4
 ONCE = Counter(range(SAMPLES))
 TREES = ("pytorch_lightning", "lightning.pytorch")
-SHARED, DIVIDED = "differs between workers. They share that of worker 0", "Workers do not share the data, since "
+SHARED, DIVIDED = "differs between workers. They share that of worker 0", "Workers do not share the data because "
 
 
 class Numbers(Dataset[Any]):
@@ -181,7 +181,7 @@ def test_samplers_that_divide_the_samples_do_so(package: str, kind: str, tmp_pat
     options = {} if kind == "subclass" else {"use_distributed_sampler": False}
     trained, said = fit(importlib.import_module(package), kind, tmp_path, **options)
     assert trained == [ONCE, ONCE]
-    assert said.count("do not share the data, since ") + said.count("Every worker trains what") == 1
+    assert said.count("do not share the data because ") + said.count("Every worker trains what") == 1
 
 
 def test_samples_that_lightning_divides_once_more_are_named(tmp_path: Path) -> None:

@@ -120,11 +120,11 @@ def test_the_other_tasks_continue_without_task_0(tmp_path: Path, cluster: str) -
     try:
         wait_until(lambda: training(tmp_path) or job.poll() is not None, 60, "training")
         os.kill(int((tmp_path / "training0").read_text()), signal.SIGKILL)
-        wait_until(lambda: "A server was lost, and restored" in said.read_text() or job.poll() is not None, 30, "it")
+        wait_until(lambda: "A server was lost and restored" in said.read_text() or job.poll() is not None, 30, "it")
         (tmp_path / "stop").touch()
         assert job.wait(40) != 0  # srun's own: a task has failed
     finally:
         job.kill()
         job.wait()
-    assert "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
+    assert "Worker 0 is lost. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
     assert "1 of 2 workers were lost during this fit:\n  worker 0: its process has ended" in said.read_text()

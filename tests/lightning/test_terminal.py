@@ -145,11 +145,13 @@ def record(folder: Path, package: str, bars: list[str], process: Any) -> str:
 @pytest.mark.parametrize("package", ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.slow)])
 def test_what_a_terminal_shows(tmp_path: Path, mains: Any, package: str) -> None:
     said = record(tmp_path, package, [*BARS], mains)
-    assert said.count("Transport zmq encrypts all connections") == 1
+    assert said.count("Transport zmq is encrypted and authenticated") == 1
     assert len(re.findall(rf"[\r\n]({ESCAPE})*A-SGD: 2 workers", said)) == 2 * len(BARS), "they begin lines"
     assert not re.search(r"\x1b\[(1A|2K)", said.rpartition("A-SGD: ")[2]), "rich draws over none"
     for bar, text in zip(BARS, said.split("A-SGD: 2 workers, 1 server, ")[1:], strict=True):
-        assert text.startswith(f"transport zmq (one machine), nsync=4, data by speed, logs in {bar}/version_0.")
+        assert text.startswith(
+            f"transport zmq (one machine), nsync=4, data shared dynamically, logs in {bar}/version_0."
+        )
         for epoch in range(EPOCHS):
             check(tmp_path, bar, [frame for frame in frames(text) if frame.epoch == epoch])
         assert text.count("A-SGD: 2 workers trained for ") == 1
@@ -171,7 +173,7 @@ def test_lightnings_loggers_silence_it(
         log.setLevel(before)
     said = (tmp_path / "log").read_text()
     assert said.count("A-SGD: ") == lines, "the chief alone says it"
-    assert ("A-SGD: one worker trains alone. For more: Trainer(devices=2)" in said) == (devices == 1)
+    assert ("A-SGD: only one worker. To add workers: Trainer(devices=2)" in said) == (devices == 1)
 
 
 def check(folder: Path, bar: str, drawn: list[Frame]) -> None:

@@ -120,9 +120,7 @@ def test_when_worker_0_dies_the_other_machine_continues(tmp_path: Path, machines
         assert addresses_in(jobs[0].pid) == {machines.addresses[0]}  # one interface, never all
         jobs[0].kill()
         said = tmp_path / "output1"
-        wait_until(
-            lambda: "A server was lost, and restored" in said.read_text() or jobs[1].poll() is not None, 30, "it"
-        )
+        wait_until(lambda: "A server was lost and restored" in said.read_text() or jobs[1].poll() is not None, 30, "it")
         assert addresses_in(jobs[1].pid) == {machines.addresses[1]}
         (tmp_path / "stop").touch()
         assert jobs[1].wait(30) == 0, said.read_text()
@@ -131,8 +129,8 @@ def test_when_worker_0_dies_the_other_machine_continues(tmp_path: Path, machines
         for job in jobs:
             job.kill()
             job.wait()
-    assert "Worker 0 is gone: its process has ended. This process hosts the servers from now on." in said.read_text()
-    assert "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
+    assert "Worker 0 is lost: its process has ended. This process hosts the servers from now on." in said.read_text()
+    assert "Worker 0 is lost. Worker 1 logs and writes the checkpoints from now on." in said.read_text()
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def test_a_worker_that_gets_sigterm_ends_and_the_others_go_on(tmp_path: Path, ma
     ("transport", "backend", "said"),
     [
         ("rpc", "gloo", "They are neither encrypted nor authenticated."),
-        ("zmq", "asgd", "A process group with backend 'gloo' was requested, and is served by A-SGD's own backend"),
+        ("zmq", "asgd", "A process group with backend 'gloo' was requested. A-SGD's own backend serves it"),
     ],
 )
 def test_gloo_and_iter_data_pipes(

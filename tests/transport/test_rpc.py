@@ -78,9 +78,9 @@ def test_a_closed_connection_says_so(processes: Processes) -> None:
     transport.close()
     transport.close()
     assert not transport.alive
-    with pytest.raises(ServerLostError, match="Server 0 is gone"):
+    with pytest.raises(ServerLostError, match="Server 0 is lost"):
         client.join()
-    with pytest.raises(ServerLostError, match="Server 0 is gone"):
+    with pytest.raises(ServerLostError, match="Server 0 is lost"):
         Collectives(client, 5.0).contribute("barrier", "x")
     client.leave()
 
@@ -147,7 +147,7 @@ def test_a_killed_server_is_lost_and_a_restarted_one_is_reached(processes: Proce
     assert done_within(waiting, 20.0), "a worker that waits at a barrier must notice"
     with pytest.raises(RuntimeError, match=r"^ECONNREFUSED: connection refused$"):  # after "EOF: end of file"
         waiting.wait()
-    with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
+    with pytest.raises(ServerLostError, match="Server 0 is lost: worker 0 got"):
         shards.replies(shards.exchange(Exchange(*shards.connection.sender, 2, 0, False, True), [1], [None]))
     client.leave("nobody hears it")
     assert time.monotonic() - begun < 30.0  # before the call's own limit

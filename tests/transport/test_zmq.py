@@ -222,12 +222,12 @@ def test_a_killed_server_is_lost_at_once() -> None:
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="no process listens at"):
             waiting.wait()
-        with pytest.raises(ServerLostError, match="Server 0 is gone: worker 0 got"):
+        with pytest.raises(ServerLostError, match="Server 0 is lost: worker 0 got"):
             client.join()
         assert time.monotonic() - begun < 5.0
         transport.close()
         transport.close()
-        with pytest.raises(ServerLostError, match="Server 0 is gone"):
+        with pytest.raises(ServerLostError, match="Server 0 is lost"):
             client.join()
     finally:
         server.close()

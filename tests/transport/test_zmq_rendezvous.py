@@ -180,7 +180,7 @@ def test_a_worker_of_a_run_with_several_hosts_that_has_not_the_secret_does_not_l
 def test_both_transports_are_named_where_they_differ(main: Rendezvous, guest: Rendezvous) -> None:
     main.announce_session("s", "zmq", ["server/0"])
     assert guest.session("s", "zmq", 5.0) == ["server/0"]
-    with pytest.raises(LaunchError, match=r"has transport='zmq', and this worker has transport='rpc'"):
+    with pytest.raises(LaunchError, match=r"has transport='zmq', but this worker has transport='rpc'"):
         guest.session("s", "rpc", 5.0)
 
 

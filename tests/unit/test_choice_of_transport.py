@@ -47,7 +47,7 @@ def test_machines_with_a_secret_and_pyzmq_encrypt(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(SECRET_ENV, SECRET)
     name, why, who = registry.choose("auto", one_machine=False)
     assert (name, why) == ("zmq", f"{SECRET_ENV} is set")
-    assert who == "encrypts all connections, and accepts no process without the secret."
+    assert who == f"is encrypted and authenticated (key from {SECRET_ENV})."
 
 
 def test_without_a_secret_the_line_says_who_could_get_in_and_how_to_make_and_hand_one_out() -> None:
@@ -140,7 +140,7 @@ def test_a_process_says_it_once_and_warns_if_anyone_can_get_in(caplog: pytest.Lo
     said: list[str] = []
     for asked in ("rpc", "rpc", "auto", "zmq", "auto"):
         job_address.choose_transport(asked, one_machine=True, say=said.append)
-    assert [" ".join(line.split()[:3]) for line in said] == ["Transport zmq encrypts"]
+    assert [" ".join(line.split()[:3]) for line in said] == ["Transport zmq is"]
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert [" ".join(line.split()[:3]) for line in warned] == ["Transport rpc has"]
 

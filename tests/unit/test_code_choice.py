@@ -25,7 +25,7 @@ def link(up_mb: float, down_mb: float | None = None, latency_s: float = 0.001) -
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "expected"), [(1.25, "4bit"), (12.5, "4bit"), (125.0, "int8"), (500.0, "bf16"), (2500.0, "no code")]
+    ("megabytes", "expected"), [(1.25, "4bit"), (12.5, "4bit"), (125.0, "int8"), (500.0, "bf16"), (2500.0, "no codec")]
 )
 def test_the_slower_the_link_the_fewer_bytes(megabytes: float, expected: str) -> None:
     assert choose_code(COSTS, link(megabytes), MANY).name == expected
@@ -36,7 +36,7 @@ def test_the_time_is_that_of_the_bytes_both_ways_and_of_coding() -> None:
     assert expected_s(COSTS[2], link(10.0, 40.0, 0.5), 1_000_000) == pytest.approx(0.5 + 0.102 + 0.0255 + 0.008)
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.89, "less"), (0.91, "no code")])
+@pytest.mark.parametrize(("seconds", "expected"), [(0.89, "less"), (0.91, "no codec")])
 def test_a_code_that_loses_more_has_to_save_a_tenth(seconds: float, expected: str) -> None:
     plain = expected_s(NO_CODE, link(1.0, latency_s=0.0), 1)
     assert choose_code([NO_CODE, CodeCost("less", seconds * plain, 0.0, 0.0)], link(1.0), MANY).name == expected
@@ -51,8 +51,8 @@ def test_a_tenth_is_saved_of_the_best_code_that_loses_less() -> None:
 
 def test_updates_that_are_small_beside_the_latency_are_not_coded() -> None:
     far = link(12.5, latency_s=0.05)
-    assert choose_code(COSTS, far, 1000).name == "no code"
-    assert choose_code(COSTS, far, 0).name == "no code"
+    assert choose_code(COSTS, far, 1000).name == "no codec"
+    assert choose_code(COSTS, far, 0).name == "no codec"
     assert choose_code(COSTS, far, MANY).name == "4bit"
 
 

@@ -68,7 +68,7 @@ def test_a_worker_that_hangs_is_waited_for_and_then_left(caplog: pytest.LogCaptu
         assert failures({1: hangs, 2: good, 3: bad}, wait_s=0.3) == {1: -signal.SIGKILL, 3: 2}  # it will be killed
         assert time.monotonic() - begun > 0.3
         assert hangs.poll() is None
-    assert f"Worker 1 (process {hangs.pid}) still runs after 0.3 s" in caplog.text
+    assert f"Worker 1 (process {hangs.pid}) is still running after 0.3 s" in caplog.text
 
 
 def test_a_worker_that_takes_its_time_is_waited_for() -> None:

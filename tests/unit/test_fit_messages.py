@@ -29,9 +29,10 @@ def test_the_period_and_an_algorithm_that_was_chosen(settings: dict[str, object]
 
 
 def test_the_line_at_the_start() -> None:
-    what = ["nsync=10", "data by speed"]
+    what = ["nsync=10", "data shared dynamically"]
     assert start_line(2, 1, "rpc (one machine)", what, "logs/version_3") == (
-        "A-SGD: 2 workers, 1 server, transport rpc (one machine), nsync=10, data by speed, logs in logs/version_3."
+        "A-SGD: 2 workers, 1 server, transport rpc (one machine), nsync=10, data shared dynamically, "
+        "logs in logs/version_3."
     )
     assert start_line(1, 2, "zmq (as given)", ["nsync=10"], None) == (
         "A-SGD: 1 worker, 2 servers, transport zmq (as given), nsync=10."

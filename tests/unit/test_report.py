@@ -80,9 +80,11 @@ def written(folder: Path, fit: Fit, about: dict[str, object] | None = None, end:
                 entry.at_s, {"val_acc": 0.5 + 0.01 * number, HOSTILE: float("nan") if number < 10 else 1}
             )
     if about is not None:
-        journal.event(2.25, f"Worker 1 is gone: it raised KeyError; the others continue. It said:\n{HOSTILE}\nline 2")
+        journal.event(
+            2.25, f"Worker 1 is lost: it raised KeyError; the others continue. Its last output:\n{HOSTILE}\nline 2"
+        )
         journal.event(8.5, "Process 7 on north replaces process 6 on west as worker 1 (it raised KeyError).")
-        journal.event(9.0, "A server was lost, and restored from the workers' copies.")
+        journal.event(9.0, "A server was lost and restored from the workers' copies.")
     journal.end(end)
     return read(journal.path)[-1]
 
@@ -145,9 +147,9 @@ def test_the_page_says_what_was_trained_and_what_happened(page: Path) -> None:
         "lightning-asgd 0.1.0, torch 2.9",
         "finished",
         "val_acc",
-        "1 2.2 s Worker 1 is gone: it raised KeyError; the others continue. It said:",
+        "1 2.2 s Worker 1 is lost: it raised KeyError; the others continue. Its last output:",
         "2 8.5 s Process 7 on north replaces process 6 on west as worker 1",
-        "3 9.0 s A server was lost, and restored from the workers' copies.",
+        "3 9.0 s A server was lost and restored from the workers' copies.",
         "worker lost , worker replaced , server replaced",
     ):
         assert said in text, said
@@ -202,9 +204,9 @@ def test_events_of_the_server_are_told_apart_and_say_where_workers_are(fit: Fit)
         "Worker 1 has rejoined.": ("joined", 1),
         "Worker 1 has left: it raised KeyError (process 3 on west).": ("lost", 1),
         "Worker 1 has left.": ("other", 1),
-        "Worker 1 is gone: its process ended with exit code 1; the others continue without it.": ("lost", 1),
+        "Worker 1 is lost: its process ended with exit code 1; the others continue without it.": ("lost", 1),
         "Worker 1 sent no heartbeat for 10 s; the others continue without it. It may rejoin.": ("lost", 1),
-        "Worker 0 is gone. Worker 1 logs and writes the checkpoints from now on.": ("other", 0),
+        "Worker 0 is lost. Worker 1 logs and writes the checkpoints from now on.": ("other", 0),
         "Server 1 continues from its snapshot, version 12.": ("server", None),
     }
     fit.events = [(float(at), text) for at, text in enumerate(texts)]

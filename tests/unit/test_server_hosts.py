@@ -124,7 +124,7 @@ def test_a_host_whose_process_was_started_again_is_lost(make: Any) -> None:
     assert not workers.hosts[1].is_lost
     workers.rendezvous[0].put("job", "another one")
     workers.now += 2
-    with pytest.raises(LaunchError, match="Worker 0 hosts the servers no longer"):
+    with pytest.raises(LaunchError, match="Worker 0 no longer hosts the servers"):
         workers.hosts[1].check_host("the job")
     assert workers.hosts[1].is_lost
 
@@ -215,7 +215,7 @@ def test_a_worker_that_has_failed_hosts_nothing_even_if_its_process_lives(make: 
     workers.hosts[0].resign()
     assert workers.moves(1, 2, 3) == []
     for worker in workers.hosts[1:]:
-        with pytest.raises(LaunchError, match="Worker 0 hosts the servers no longer"):
+        with pytest.raises(LaunchError, match="Worker 0 no longer hosts the servers"):
             worker.check_host("")
     workers.hosts[1].resign()
     assert workers.moves(2, 3, rounds=6) == [2, 3]
@@ -357,7 +357,7 @@ def test_too_few_workers_end(make: Any) -> None:
     workers = make(3)
     workers.ends(0)
     workers.hosts[1].min_workers = 3
-    with pytest.raises(LaunchError, match=r"is lost: its process has ended. 2 are left, and min_workers=3"):
+    with pytest.raises(LaunchError, match=r"is lost: its process has ended. 2 are left, but min_workers=3"):
         workers.hosts[1].locate(workers._take_over(1), 10.0)
     assert workers.hosts[1].gave_up
 

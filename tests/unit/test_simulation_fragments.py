@@ -101,7 +101,7 @@ def test_one_tensor_is_cut_into_pieces_of_nearly_equal_sizes(sent: list[tuple[fl
 
 
 def test_a_fragment_without_a_weight_on_each_server_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"parts=4, and the problem has 7 of them for 2 servers"):
+    with pytest.raises(ConfigurationError, match=r"parts=4, but the problem has 7 of them for 2 servers"):
         in_rounds(4, problem=Quadratic(7), servers=2).run()
 
 
@@ -229,7 +229,7 @@ def test_shapes_that_are_not_those_of_the_weights_are_named() -> None:
         def shapes(self) -> Mapping[str, tuple[int, ...]]:
             return {"a": (2, 3), "b": (5,)}
 
-    with pytest.raises(ConfigurationError, match=r"Wrong.shapes\(\) has 11 scalars, and start\(\) has 12"):
+    with pytest.raises(ConfigurationError, match=r"Wrong.shapes\(\) has 11 scalars, but start\(\) has 12"):
         Simulation(problem=Wrong(12)).run()
 
 

@@ -59,7 +59,7 @@ def connected(error: Exception) -> Connection:
 
 def test_errors_of_a_lost_server_hold_its_last_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_current", Overseer("Server 0 ended."))
-    with pytest.raises(ServerLostError, match=r"^Server 0 is gone: .*'eof'[^\n]*\nServer 0 ended\.$"):
+    with pytest.raises(ServerLostError, match=r"^Server 0 is lost: .*'eof'[^\n]*\nServer 0 ended\.$"):
         connected(RuntimeError("eof")).post(0, None)
 
 

@@ -69,7 +69,7 @@ def test_a_shell_in_an_allocation_is_told_that_srun_starts_workers(
     for name in ("PROCID", "LOCALID", "NODEID"):
         monkeypatch.setenv(f"SLURM_{name}", "0")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
-    for step, said in ({"SLURM_STEP_ID": "0"}, []), ({}, ["SLURM_NTASKS=2 is set, and srun has not started"]):
+    for step, said in ({"SLURM_STEP_ID": "0"}, []), ({}, ["SLURM_NTASKS=2 is set, but srun has not started"]):
         monkeypatch.delenv("SLURM_STEP_ID", raising=False)
         with caplog.at_level("INFO", "pytorch_lightning.utilities.rank_zero"):
             check(monkeypatch, environment=SLURMEnvironment(), **step)
@@ -158,7 +158,7 @@ def test_a_variable_that_nothing_reads_may_hold_anything(monkeypatch: pytest.Mon
 
 def test_a_run_of_torchrun_without_ranks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "its")
-    with pytest.raises(ConfigurationError, match="has TORCHELASTIC_RUN_ID='its', and lacks LOCAL_RANK"):
+    with pytest.raises(ConfigurationError, match="has TORCHELASTIC_RUN_ID='its', but lacks LOCAL_RANK"):
         Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False)
     lightning = LightningEnvironment()  # which does not look at it
     Trainer(strategy=ASGDStrategy(), accelerator="cpu", devices=2, logger=False, plugins=[lightning])
@@ -196,7 +196,7 @@ def test_fewer_processes_than_the_trainers_workers_are_refused_before_anything_w
 ) -> None:
     check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE=" 2", MASTER_PORT="29500")
     check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE="4", MASTER_PORT="29500")  # a Trainer on the first ranks only
-    with pytest.raises(ConfigurationError, match=r"has LOCAL_RANK=0, WORLD_SIZE=1, .*and the Trainer has 2 workers"):
+    with pytest.raises(ConfigurationError, match=r"has LOCAL_RANK=0, WORLD_SIZE=1, .*but the Trainer has 2 workers"):
         check(monkeypatch, LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29500")
 
 
@@ -209,7 +209,7 @@ def test_a_plain_loop_that_srun_starts_several_times_is_told_that_it_is_alone(
     assert not caplog.text
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert surroundings().world_size == 1
-    assert "SLURM_STEP_NUM_TASKS=4 is set, and RANK is not: this process trains alone" in caplog.text
+    assert "SLURM_STEP_NUM_TASKS=4 is set, but RANK is not: each process trains alone" in caplog.text
 
 
 def test_a_plain_loop_in_a_trainers_worker_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
