@@ -13,6 +13,7 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
+from sphinx.util.inspect import stringify_signature
 
 import lightning_asgd
 from lightning_asgd.cli.command_line import main
@@ -24,9 +25,10 @@ author = "the lightning-asgd authors"
 release = version = lightning_asgd.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions += ["sphinx_copybutton", "sphinx_design"]
 root_doc = "index"
 
-myst_enable_extensions = ["deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3  # links such as architecture.md#collectives
 
 html_theme = "furo"
@@ -38,7 +40,8 @@ html_copy_source = False
 
 add_module_names = False
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature in the class's own words is enough
+autodoc_typehints = "signature"
+maximum_signature_line_length = 88  # longer ones: a line per argument
 autosummary_generate = False
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["State", "Staleness", "Departures"]
@@ -50,6 +53,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     # Others' classes: a build needs no network, so nothing is known of their documentation.
     ("py:.*", r"(torch|collections|pathlib|enum|random|typing|abc|fractions)\..*"),
+    # Classes that the reference does not list, and what napoleon makes of the types of attributes.
+    ("py:class", r"lightning_asgd\.(timing|ray\.run_plan|data_stalls\.peer_caches)\..*|Mapping\[str|dict\[int"),
 ]
 
 html_math_renderer = "mathml"
@@ -120,7 +125,7 @@ def _show_arguments(
     if what != "class" or signature != "(*args, **kwargs)":
         return None
     _, *arguments = inspect.signature(value.__init__).parameters.values()
-    return str(inspect.Signature([each.replace(annotation=each.empty) for each in arguments])), None
+    return stringify_signature(inspect.Signature(arguments)), None
 
 
 def _keep_attributes_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
