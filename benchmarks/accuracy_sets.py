@@ -339,7 +339,7 @@ def version(cell: Cell) -> str:
     files = [ROOT / "benchmarks" / name for name in ("accuracy.py", "accuracy_sets.py", "shares.py")]
     if cell.way != "DDP":
         files += sorted((ROOT / "lightning_asgd").glob("*.py"))
-        parts = ("algorithms", "protocol", "server", "simulation", "worker")
+        parts = ("algorithms", "gain", "protocol", "server", "simulation", "worker")
         files += [file for part in parts for file in sorted((ROOT / "lightning_asgd" / part).rglob("*.py"))]
     versions = f"{torch.__version__} {sys.version}".encode()
     return hashlib.sha256(versions + b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

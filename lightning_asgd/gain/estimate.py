@@ -92,7 +92,7 @@ class MomentumSignal(Signal):
             each.append(torch.cat((torch.stack((m @ g, m @ m, g @ g)), about)))
         if not each:
             return
-        sums = torch.stack([one.to(each[0].device) for one in each]).double().cpu()
+        sums = torch.stack([one.to(each[0].device) for one in each]).cpu().double()
         if any(hasattr(p, "to_local") for group in groups for p in group["params"]):
             sums = summed(sums)
         sizes = (sums[:, 1] * sums[:, 2]).sqrt()
@@ -141,7 +141,8 @@ def signal_of(optimizer: Any) -> Signal | None:
         return Signal()
     if any(re.search("Muon|Lion", name) for name in names):
         return MomentumSignal()
-    return GradientSignal() if any(re.search("RMSprop|Ada(grad|delta|factor|max)", name) for name in names) else None
+    divides = r"RMSprop|Ada(grad|delta|factor|max)|SOAP|\bShampoo"  # ScalableShampoo's steps grow with gradients
+    return GradientSignal() if any(re.search(divides, name) for name in names) else None
 
 
 def _some(tensor: Tensor, every: int) -> Tensor:
@@ -190,4 +191,4 @@ def _momenta(group: Mapping[str, Any], state: States) -> Iterable[tuple[Tensor, 
         if mean is None or gradient is None or gradient.is_sparse or "exp_avg_sq" in states:
             continue  # the last are Adam's, in a class that has both
         if mean.shape == gradient.shape and mean.device == gradient.device:
-            yield mean, gradient, noise, (1 - kept) ** 2 + kept**2 * noise
+            yield mean, -gradient if group.get("maximize") else gradient, noise, (1 - kept) ** 2 + kept**2 * noise

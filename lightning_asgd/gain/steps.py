@@ -47,7 +47,7 @@ class _Steps:
         self._optimizer, self._workers, self._summed = optimizer, workers, summed
         self._signal, self._taken, self.gain = signal_of(optimizer), 0, 0.0
         names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-        self._decouples = any(re.search("adamw|adafactor|muon|lion", name) for name in names)
+        self._decouples = any(re.search("adamw|adafactor|muon|lion|soap", name) for name in names)
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []  # group, name, the user's value, ours
         self._before_step = optimizer.register_step_pre_hook(self._begin)
         self._after_step = optimizer.register_step_post_hook(self._end)
