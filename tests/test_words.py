@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.ratchet import complaints
 from tests.test_architecture import FILES, ROOT
 
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "benchmarks/README.md")
 PAGES = (*(ROOT.parent / name for name in TOP), *sorted((ROOT.parent / "docs").rglob("*.md")))
 
 # A pattern, and what to write. Patterns are of whole words; a space also stands for the end of a line. Patterns
