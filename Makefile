@@ -215,6 +215,7 @@ dist: ## dist/: sdist and wheel of the last commit's time, built and checked as 
 	@$(PYTHON) benchmarks/wheels.py --build dist
 
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
+	@$(RUN) -m benchmarks.newcomer_readme
 	@$(RUN) -m benchmarks.newcomer
 
 screenshots: $(VENV)/.installed-screenshots docs ## pictures of site, report and terminal view, and what is wrong with them; BROWSER=, BROWSER_OPTIONS=
