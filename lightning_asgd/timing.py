@@ -45,7 +45,8 @@ class TrainingStep:
         self.device = device or (torch.accelerator.current_accelerator() if available else None) or torch.device("cpu")
         self._module = module.to(self.device).train()
         self._optimizer = optimizers[0]
-        self._numbered = "batch_idx" in inspect.signature(module.training_step).parameters
+        kinds = [each.kind for each in inspect.signature(module.training_step).parameters.values()]
+        self._numbered = inspect.Parameter.VAR_POSITIONAL in kinds or len(kinds) > 1 >= kinds[1]
 
     @property
     def module(self) -> Any:

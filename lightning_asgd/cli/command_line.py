@@ -9,6 +9,7 @@ import re
 import sys
 import textwrap
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +49,7 @@ _EXAMPLES = {
 }
 _CLOSING = """
 Exit codes: 0 success, 1 an error that the message explains (of doctor: a job
-would be refused), 2 a mistake in the options, 130 stopped with Ctrl-C.
+would have problems), 2 a mistake in the options, 130 stopped with Ctrl-C.
 
 Training itself needs no command: Trainer(strategy=ASGDStrategy()).
 """
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:  # closed: sockets and files of children would take its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    warnings.filterwarnings("ignore", ".*LeafSpec")  # of torch, about Lightning's code
     words = [_hyphenated(word) for word in (sys.argv[1:] if argv is None else argv)]
     given = vars(_parser().parse_args(words))
     command = COMMANDS[given.pop("command")]

@@ -1,4 +1,4 @@
-"""``lightning-asgd doctor``: what this machine has, and what would be refused on it."""
+"""``lightning-asgd doctor``: this machine, and problems that a job would have on it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _PIECE = 16 << 20  # bytes of shared memory to try
 def doctor(
     *, num_nodes: int | None = None, transport: Literal["auto", "rpc", "zmq"] = "auto", job: str | None = None
 ) -> int:
-    """Show what this machine has, and what would be refused here.
+    """Check this machine and list problems.
 
     Run it when something does not start, and put its output into a bug report. It shows versions, devices, memory,
-    network, ports, shared memory and the environment; secrets are never shown. The exit code is 1 if a job would be
-    refused.
+    network, ports, shared memory and the environment; secrets are never shown. The exit code is 1 if there is a
+    problem.
 
     Args:
         num_nodes: machines of the job. The default is what the environment says, else 1.
@@ -81,13 +81,13 @@ def examine(
         for check in _despite_errors(heading, group):
             found.append(check)
             yield from _wrapped(f"  {'' if check.state == OK else check.state:8}{check.name:19} ", check.text)
-    job = f"a job on {'one machine' if nodes == 1 else f'{nodes} machines'} with transport={transport!r}"
-    refused = any(check.state == PROBLEM for check in found)
-    yield f"{'What' if refused else 'Nothing'} would be refused: {job}"
+    any_problem = any(check.state == PROBLEM for check in found)
+    where = "one machine" if nodes == 1 else f"{nodes} machines"
+    yield f"{'Problems' if any_problem else 'No problems'} for a job on {where} with transport={transport!r}"
     for state in (PROBLEM, WARNING, NOTE):
         for check in found:
             if check.state == state:
-                yield from _wrapped(f"  {state:8}", f"{check.name}: {check.text} {check.advice}")
+                yield from _wrapped(f"  {state:8}", f"{check.name}: {check.text.rstrip('.')}. {check.advice}")
 
 
 def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
@@ -95,12 +95,8 @@ def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
     try:
         yield from group
     except Exception as error:  # of any kind, in a broken installation
-        yield Check(
-            heading.lower(),
-            PROBLEM,
-            f"cannot be examined further: {error!r}.",
-            "Install what is missing, or fix what comes before.",
-        )
+        advice = "Install what is missing, or fix what comes before."
+        yield Check(heading.lower(), PROBLEM, f"cannot be examined further: {error!r}.", advice)
 
 
 def _wrapped(before: str, text: str) -> list[str]:
@@ -168,7 +164,7 @@ def _with_names(check: Check, tree: Any) -> Check:
         return Check(check.name, PROBLEM, f"cannot be imported: {error!r}", f"Install {check.name} again.")
     if said:
         return Check(check.name, WARNING, "; ".join(said), f"Install {check.name} {private_names.LATEST}.")
-    return check._replace(text=f"{check.text}, has the names that are used of it")
+    return check._replace(text=f"{check.text}, compatible")
 
 
 def _machine() -> Iterator[Check]:

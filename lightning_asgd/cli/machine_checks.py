@@ -14,7 +14,7 @@ from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 __all__ = ["NOTE", "OK", "PRIVATE", "PROBLEM", "WARNING", "Check", "refused"]
 
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
-"""States: a job would be refused where there is a problem, and what a note is about if it is asked for."""
+"""States: a job would fail where there is a problem, and what a note is about if it is asked for."""
 
 _NEEDED = ("torch", "psutil")
 _EXTRAS = ("pyzmq", "wandb", "rich", "matplotlib")
@@ -164,8 +164,7 @@ def check_clocks(ahead_s: float | None) -> Check:
         return Check("clock there", OK, "not known: the job has transport='rpc'")
     text = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this one"
     if abs(ahead_s) > _APART_S:
-        advice = "Synchronise both clocks (NTP), or log lines of the two cannot be put in order."
-        return Check("clock there", WARNING, text, advice)
+        return Check("clock there", WARNING, text, "Synchronise both clocks (NTP): else their log lines are unordered.")
     return Check("clock there", OK, text)
 
 
@@ -215,17 +214,16 @@ def check_accelerator(kind: str, names: Sequence[str]) -> Check:
         text = 'mps. Lightning starts no workers on MPS, so accelerator="mps" and "auto" are refused for a job.'
         advice = 'Pass accelerator="cpu", or join an elastic run: `lightning-asgd serve`, server=..., devices=1.'
         return Check("accelerators", PROBLEM, text, advice)
-    return Check(
-        "accelerators", OK, f"{len(names)} {kind}: {', '.join(names)}" if names else "none, training uses CPUs"
-    )
+    text = f"{len(names)} {kind}: {', '.join(names)}" if names else "none, training uses CPUs"
+    return Check("accelerators", OK, text)
 
 
 def check_shared_memory(mapped: bool, free: float | None) -> list[Check]:
     """Whether a block could be mapped, and what is free in ``/dev/shm``."""
     advice = "Training works, slower on one machine. Allow memfd_create and /proc/PID/fd in the container."
-    ours = Check("shared memory", OK, "a block can be mapped: workers and servers of a machine share weights")
+    ours = Check("shared memory", OK, "available: workers and servers of a machine share weights")
     if not mapped:
-        ours = Check("shared memory", WARNING, "no block can be mapped: weights are sent by value", advice)
+        ours = Check("shared memory", WARNING, "not available: weights are sent by value", advice)
     if free is None:
         return [ours, Check("/dev/shm", WARNING, "is not there", "Use num_workers=0 in data loaders, or mount it.")]
     text = f"{in_bytes(free)} free, for batches of data loaders (A-SGD itself needs none)"
@@ -247,9 +245,8 @@ def check_clock(now: datetime) -> Check:
     """The clock, by which logs of several machines are put in order."""
     text = f"{now:%Y-%m-%d %H:%M:%S %z}"
     if now.year < _RELEASED:
-        return Check(
-            "clock", WARNING, f"{text} is in the past", "Set it (NTP): logs of several machines are unordered."
-        )
+        advice = "Set it (NTP): logs of several machines are unordered."
+        return Check("clock", WARNING, f"{text} is in the past.", advice)
     return Check("clock", OK, text)
 
 
@@ -272,9 +269,8 @@ def check_master_address(
     name = "MASTER_ADDR"
     if given is None:
         text, advice = "not set", "Set it to an address of the first machine, the same on all machines."
-        return (
-            Check(name, PROBLEM, f"{text}: no machine finds the first one", advice) if needed else Check(name, OK, text)
-        )
+        lacks = Check(name, PROBLEM, f"{text}: other machines cannot find node 0.", advice)
+        return lacks if needed else Check(name, OK, text)
     try:
         address = resolve(given)
     except OSError as error:
@@ -296,9 +292,8 @@ def check_free_port(
     if error is None:
         return Check(name, OK, f"{port} is free")
     if isinstance(error, PermissionError):
-        return Check(
-            name, PROBLEM, f"this user may not listen on port {port}: {error.strerror}.", "Choose a port above 1023."
-        )
+        text = f"this user may not listen on port {port}: {error.strerror}."
+        return Check(name, PROBLEM, text, "Choose a port above 1023.")
     if error.errno != errno.EADDRINUSE:
         return Check(name, PROBLEM, f"{port} cannot be listened on: {error.strerror}.", "Check MASTER_ADDR.")
     who = holder(port) or "a process that this user may not see"

@@ -185,19 +185,17 @@ def _print(
         if measured.choices:
             print_choice(output, measured.choices[batch_size])
     simulated = _simulated(scaling, simulate)
+    output.print(f"{_verdict(scaling)}\n")
     output.print(_answers(scaling, batch_size, simulated))
     output.print(_costs(scaling))
     output.print(_speeds(scaling, batch_size, simulated))
     output.print(_needs(scaling))
-    output.print(f"Times: {scaling.limit}.", *_advice(scaling))
+    advice = ["--measure measures this machine."] if scaling.calibration is RECORDED else []
+    output.print(f"Times: {scaling.limit}.", *advice)
     if picture is not None:
         _draw(scaling, simulated, picture)
         output.print(f"picture: {picture}")
     return output
-
-
-def _advice(scaling: _Scaling) -> list[str]:
-    return ["--measure measures this machine."] if scaling.calibration is RECORDED else []
 
 
 # ---------------------------------------------------------------------- tables
@@ -211,6 +209,23 @@ def _simulated(scaling: _Scaling, most: int) -> dict[int, float]:
 
     jobs = [scaling.at(w) for w in sorted({*_WORKERS, scaling.job.workers}) if w <= most]
     return {job.workers: simulated_efficiency(job) for job in jobs if job is not None}
+
+
+def _verdict(scaling: _Scaling) -> str:
+    job, who = scaling.at(scaling.job.workers), _of(scaling.job.workers, "worker")
+    if job is None:
+        return f"Times for {who} are not known: {scaling.limit}."
+    servers, nsync = sizing.least_servers(job), sizing.hidden_nsync(job)
+    each = "one server's" if job.servers == 1 else "each server's"
+    of_server = (sizing.server_use(job), f"{each} core"), (sizing.server_link_use(job), f"{each} link")
+    use, busy = max(*of_server, (sizing.worker_link_use(job), "their links"))
+    if nsync > job.nsync:
+        late = f"Exchanges of {who} may take longer than {_of(job.nsync, 'step')}"
+        why = f"{who} keep {busy} {100 * use:.0f} % busy" if use > 0.95 else late
+        return f"{why}: use {'' if servers is None else f'{servers:,} servers or '}nsync={nsync:,}."
+    if scaling.coordinator_use(job) >= 1:
+        return f"{who} keep the coordinator's core 100 % busy: use fewer workers, or larger batches."
+    return f"No change is needed: exchanges of {who} are hidden behind {_of(job.nsync, 'step')}."
 
 
 def _answers(scaling: _Scaling, batch_size: int, simulated: dict[int, float]) -> Table:
@@ -237,16 +252,15 @@ def _times(scaling: _Scaling, job: Job, batch_size: int, simulated: dict[int, fl
         f"{in_seconds(sizing.round_trip_s(job))} at most",
         "efficiency, if nsync is kept": f"{efficiency:.1%}"
         + (f", simulated {simulated[job.workers]:.1%}" if job.workers in simulated else ""),
-        "steps taken, if workers train on": f"{sizing.steps_between_exchanges(job):,}",
+        "actual steps between exchanges": f"{sizing.steps_between_exchanges(job):,}",
         "samples/s together, if nsync is kept": f"{_samples_per_s(scaling, job, batch_size):,.0f}",
         "efficiency in lock-step, nsync=1": f"{sizing.synchronous_efficiency(ratio, job.workers):.1%}",
-        "communication / computation there": f"{ratio:.2g}",
-        "smallest nsync that stays hidden": f"{sizing.hidden_nsync(job):,}",
-        f"least servers with nsync={job.nsync}": _count(sizing.least_servers(job)),
+        "communication/computation ratio, nsync=1": f"{ratio:.2g}",
+        "smallest nsync with no waiting": f"{sizing.hidden_nsync(job):,}",
+        f"minimum servers with nsync={job.nsync}": _count(sizing.least_servers(job)),
         "use of a worker's link": f"{sizing.worker_link_use(job):.1%} in each direction",
         "use of a server's link": f"{sizing.server_link_use(job):.1%} in each direction",
-        "use of a server's core": f"{sizing.server_use(job):.1%}, of the coordinator's "
-        f"{scaling.coordinator_use(job):.1%}",
+        "use of a server's core": f"{sizing.server_use(job):.1%}, coordinator's {scaling.coordinator_use(job):.1%}",
     }
 
 
@@ -276,12 +290,12 @@ def _speeds(scaling: _Scaling, batch_size: int, simulated: dict[int, float]) -> 
 
 def _needs(scaling: _Scaling) -> Table:
     return _by_workers(
-        "What that takes",
+        "What is needed",
         scaling,
         {
-            "steps\ntaken": lambda j: f"{sizing.steps_between_exchanges(j):,}",
-            "hidden\nnsync": lambda j: f"{sizing.hidden_nsync(j):,}",
-            "least\nservers": lambda j: _count(sizing.least_servers(j)),
+            "actual\nsteps": lambda j: f"{sizing.steps_between_exchanges(j):,}",
+            "nsync, no\nwaiting": lambda j: f"{sizing.hidden_nsync(j):,}",
+            "minimum\nservers": lambda j: _count(sizing.least_servers(j)),
             "server's\nlink": lambda j: f"{sizing.server_link_use(j):.1%}",
         },
         lambda j: in_bytes(sizing.server_memory_bytes(j)),
@@ -348,13 +362,13 @@ def _draw(scaling: _Scaling, simulated: dict[int, float], file: Path) -> None:
     left.set_ylabel("efficiency")
     left.set_ylim(0, 1.05)
     left.legend(loc="best")
-    right.plot(numbers, [sizing.hidden_nsync(j) for j in jobs], color=asgd, label="smallest nsync that stays hidden")
+    right.plot(numbers, [sizing.hidden_nsync(j) for j in jobs], color=asgd, label="smallest nsync with no waiting")
     right.plot(
         numbers,
         [sizing.least_servers(j) or math.nan for j in jobs],
         "--",
         color=PAPER["green"],
-        label=f"least servers with nsync={job.nsync}",
+        label=f"minimum servers with nsync={job.nsync}",
     )
     right.legend(loc="upper left")
     logarithmic(right)

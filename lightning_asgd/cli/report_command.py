@@ -29,9 +29,7 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
             written.
     """
     if bundle and out is not None:
-        raise ConfigurationError(
-            f"out={out} was given with bundle, which writes the page into the run's folder. Expected one of them."
-        )
+        raise ConfigurationError(f"out={out} was given with bundle, which writes into the run's folder. Expected one.")
     if bundle:
         return pack(run_dir, bundle if isinstance(bundle, Path) else None, lambda: report(run_dir))
     from lightning_asgd.monitoring.metric_log import find_log, read  # here, since they import torch
@@ -41,9 +39,7 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
     try:
         from lightning_asgd.report.page import write
     except ImportError as error:
-        raise ConfigurationError(
-            f"The report needs {error.name}. Expected it to be installed: pip install rich matplotlib"
-        ) from error
+        raise ConfigurationError(f"The report needs {error.name}: pip install rich matplotlib") from error
     about = f"the last of {len(fits)} fits" if len(fits) > 1 else ""
     beside = file.parent if isinstance(file, Path) else Path()
     folder = beside / "report" if out is None else Path(out)

@@ -1,4 +1,4 @@
-"""``lightning-asgd stalls``: what training waits for, and what would help."""
+"""``lightning-asgd stalls``: data-loading bottlenecks, and what would help."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def measure_stalls(
     output.print(_time(found))
     output.print(_rates(found))
     output.print(_what_if(found))
+    output.print(_verdict(found))
     return 0
 
 
 def _time(found: Stalls) -> Table:
     made = table(f"A step of {found.batch_size:,} samples", "", "seconds per step", "of the step")
     rows = {
-        "training": found.synthetic_s,
+        "training": min(found.synthetic_s, found.cold_s),
         "prep stall": found.prep_stall_s,
         "fetch stall": found.fetch_stall_s,
         "the whole step": found.step_s,
@@ -87,6 +88,17 @@ def _what_if(found: Stalls) -> Table:
     for name, seconds in steps_s.items():
         made.add_row(name, f"{found.batch_size / seconds:,.0f}", f"{now_s / seconds:.2f}")
     return made
+
+
+def _verdict(found: Stalls) -> str:
+    """What to do, in a sentence."""
+    share = (found.prep_stall_s + found.fetch_stall_s) / found.step_s
+    what = f"Data loading takes {share:.1%} of a step"
+    if share < 0.05:
+        return f"{what}: no change is needed."
+    if found.predicted_step_s(cached=1.0) < found.predicted_step_s(processes=max(1, 2 * found.processes)):
+        return f"{what}: cache the samples (CachedDataset) or use faster storage."
+    return f"{what}: use more loader processes (num_workers)."
 
 
 def _processes(count: int) -> str:

@@ -127,7 +127,7 @@ def _figures(worker: WorkerStatus, before: WorkerStatus | None) -> list[str]:
         window = Window(worker.figures, earlier)
     found = measures([window])
     staleness = found.get("staleness/mean")
-    waits = found.get("wait/share", 0.0)
+    waits = found.get("wait/exchange", 0.0) + found.get("wait/sync", 0.0)  # as the report's page
     return [
         *steps,
         f"{found['samples_per_s']:,.0f}",

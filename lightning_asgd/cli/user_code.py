@@ -23,13 +23,18 @@ def module_and_loader(reference: str) -> tuple[Any, Any]:
         text = f"{reference} cannot be called without arguments: {error}. Expected a class or function that can."
         raise ConfigurationError(text) from error
     made = make()
-    if isinstance(made, tuple) and len(made) == 2:
-        return made
-    if not hasattr(made, "train_dataloader"):
+    module, data = made if isinstance(made, tuple) and len(made) == 2 else (made, made)
+    load = getattr(data, "train_dataloader", None)
+    if data is module and (load is None or load.__module__.endswith("core.hooks")):  # Lightning's own
         raise ConfigurationError(
-            f"{reference} made {made!r}. Expected a LightningModule with a train_dataloader, or a module and a loader."
+            f"{reference} made a {type(made).__name__} without train_dataloader(). Expected a LightningModule with "
+            "one, or a function that returns (module, loader) or (module, datamodule)."
         )
-    return made, made.train_dataloader()
+    if load is None:
+        return module, data
+    data.prepare_data()  # as a Trainer does
+    data.setup("fit")
+    return module, load()
 
 
 def named(reference: str) -> Any:

@@ -44,12 +44,12 @@ class Stalls:
     @property
     def prep_stall_s(self) -> float:
         """Seconds per step that preparing costs: with everything in memory, less than with a batch on the device."""
-        return max(0.0, self.cached_s - self.synthetic_s)
+        return max(0.0, min(self.cached_s, self.cold_s) - self.synthetic_s)
 
     @property
     def fetch_stall_s(self) -> float:
         """Seconds per step that storage costs."""
-        return max(0.0, self.cold_s - self.cached_s)
+        return max(0.0, self.cold_s - max(self.cached_s, self.synthetic_s))
 
     @property
     def step_s(self) -> float:

@@ -61,8 +61,9 @@ class FitSummary:
         said = []
         if "staleness/mean" in known:
             said.append(f"Staleness: {known['staleness/mean']:.1f} on average, {known['staleness/max']:.0f} at most.")
-        if "wait/share" in known:
-            said.append(f"Waiting: {known['wait/share']:.1%} of the time.")
+        if "wait/share" in known:  # of which the report's page shows these two
+            waiting, between = known["wait/exchange"] + known["wait/sync"], known["wait/data"]
+            said.append(f"Waiting: {waiting:.1%}, between batches: {between:.1%}.")
         return [" ".join(said)] if said else []
 
     def _of_chief(self) -> list[str]:

@@ -23,8 +23,8 @@ _CAPTIONS = {
     "loss-by-seconds": "Mean training loss of all workers. The strong line is the mean over a sliding window of a "
     "fifteenth of the fit, the faint one over each moment alone. Validations and start-up take time too.",
     "loss-by-samples": "The same against the samples that all workers have trained.",
-    "throughput": "A worker that is gone trains none.",
-    "timeline": "What each worker's training thread did with its time. A worker's row is empty while it is gone.",
+    "throughput": "No line while a worker is absent.",
+    "timeline": "What each worker's training thread did with its time. A worker's row is empty while it is absent.",
     "staleness": "How many updates of others the servers had applied since the fetch that an update was based on.",
     "traffic": "Between all workers and all servers, through shared memory where they share a machine.",
 }
@@ -193,10 +193,8 @@ def _marks(fit: Fit, happened: Sequence[Fault]) -> str:
         return most
     kinds = Counter(fault.kind for fault in happened)
     each = ", ".join(f'<b style="color: var(--{FAULT_COLOURS[k]})">{KINDS[k]}</b>' for k in KINDS if k in kinds)
-    return (
-        most
-        + f"<p>Dashed lines mark what happened to workers and servers ({each}); the list below has their numbers.</p>"
-    )
+    marks = f"Dashed lines mark what happened to workers and servers ({each}); the list below has their numbers."
+    return f"{most}<p>{marks}</p>"
 
 
 def _workers(fit: Fit, happened: Sequence[Fault]) -> str:
@@ -210,7 +208,7 @@ def _workers(fit: Fit, happened: Sequence[Fault]) -> str:
     cells = _cells([Window(each) for each in workers.values()], _WORK, total)
     rows.append(["all", "", "", *cells, *(sum(number.values()) or "" for number in counts)])
     table = _table(["worker", "machine", "device", *_WORK, "lost", "replaced", "joined"], rows, "workers all")
-    note = "Waiting is for servers and at sync points. The metric asgd/wait/share counts the time between batches too."
+    note = "Waiting = for servers and at sync points; loading is not included (in the metric asgd/wait/share it is)."
     return f'{table}<p class="soft">{note}</p>'
 
 

@@ -138,9 +138,7 @@ class Leases:
         check_request(self.epoch, request)
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
-            raise WorkerAwayError(
-                f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was disconnected."
-            )
+            raise WorkerAwayError(f"Worker {request.worker} claims units of {self.epoch.key}, but was disconnected.")
         worker = self._of(request.worker)
         worker.size, worker.begun = request.size, request.begun % request.size
         self._note_ends(request.worker, worker, request.ended)

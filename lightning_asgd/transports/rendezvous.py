@@ -382,7 +382,7 @@ def _reach_torch(
 
 
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
-    there = f"The process at {joined(host, port)} has transport='zmq', and"
+    there = f"The process at {joined(host, port)} has transport='zmq', but"
     try:
         from lightning_asgd.transports.zmq_store import ZmqStore
         from lightning_asgd.transports.zmq_transport import SecretError

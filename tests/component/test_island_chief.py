@@ -86,7 +86,7 @@ def test_a_process_that_shares_another_call_than_the_first_one_says_so() -> None
     assert first.share(exchange) == 1
     assert second.share(exchange) == 1
     first.share(exchange)
-    with pytest.raises(RuntimeError, match=r"Process 1 of this island is at .*claim, and process 0 at .*exchange\."):
+    with pytest.raises(RuntimeError, match=r"Process 1 of this island is at .*claim, but process 0 at .*exchange\."):
         second.share(claim)
 
 

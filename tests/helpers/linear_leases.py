@@ -119,9 +119,7 @@ class LinearLeases:
         """Grant units to a worker; the reply to a request that waits comes later."""
         if request.worker not in self._workers and request.trained:
             # What it held was granted to others while it was silent.
-            raise WorkerAwayError(
-                f"Worker {request.worker} claims units of epoch {self.epoch.key}, but was disconnected."
-            )
+            raise WorkerAwayError(f"Worker {request.worker} claims units of {self.epoch.key}, but was disconnected.")
         worker = self._workers.setdefault(request.worker, WorkerLeases())
         worker.size, worker.begun = request.size, request.begun % request.size
         self._take_back(worker, request.returned)

@@ -129,10 +129,10 @@ def test_another_secret_is_refused_within_seconds_and_both_sides_say_so(
     assert not caplog.text
     monkeypatch.setenv(SECRET_ENV, SECRET + "?")
     begun = time.monotonic()
-    with pytest.raises(LaunchError, match=rf"transport='zmq', and no conn.*does not know this job's.*{SECRET_ENV}"):
+    with pytest.raises(LaunchError, match=rf"transport='zmq', but no conn.*does not know this job's.*{SECRET_ENV}"):
         Rendezvous.connect(*main.address, timeout_s=50.0)
     monkeypatch.delenv(SECRET_ENV)
-    with pytest.raises(LaunchError, match=rf"has transport='zmq', and {SECRET_ENV} is not set .* on all machines"):
+    with pytest.raises(LaunchError, match=rf"has transport='zmq', but {SECRET_ENV} is not set .* on all machines"):
         Rendezvous.connect(*main.address, timeout_s=50.0)
     assert time.monotonic() - begun < 10.0
     assert caplog.text.count(f"A process was refused at 127.0.0.1:{main.address[1]}: it has another") == 1

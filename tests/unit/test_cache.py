@@ -172,7 +172,7 @@ def test_a_process_that_reads_other_samples_of_the_same_data_says_so_and_reads_t
         assert [dataset[i][0] for i in (3, 22, 4)] == [3, 22, 4]
         assert dataset.cache is None
         filled.kill()
-    assert "Sample 3 of Numbers is not what another process has kept" in caplog.text
+    assert "Sample 3 of Numbers differs from the copy that another process has cached" in caplog.text
 
 
 def test_a_process_that_finds_a_cache_compares_before_it_adds_a_sample(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_a_process_that_finds_a_cache_compares_before_it_adds_a_sample(caplog: p
         assert dataset.cache is None
         assert (len(theirs), theirs.get(22)) == (5, None)
         filled.kill()
-    assert "Sample 0 of Numbers is not what another process has kept" in caplog.text
+    assert "Sample 0 of Numbers differs from the copy that another process has cached" in caplog.text
 
 
 def test_a_process_that_reads_the_same_adds_its_samples() -> None:

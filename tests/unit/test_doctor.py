@@ -108,7 +108,7 @@ def test_the_machine() -> None:
     ("given", "needed", "state", "text"),
     [
         (None, False, OK, "not set"),
-        (None, True, PROBLEM, "not set: no machine finds the first one"),
+        (None, True, PROBLEM, "not set: other machines cannot find node 0."),
         ("first", True, OK, "first is 10.0.0.1, this machine"),
         ("10.0.0.2", True, OK, "10.0.0.2, another machine"),
         ("localhost", True, PROBLEM, "localhost is 127.0.0.1, which no other machine can reach"),
@@ -214,10 +214,10 @@ def test_the_command(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == [
         *("Versions", "Machine", "Devices", "Network", "Transport", "Environment"),
-        "Nothing would be refused: a job on one machine with transport='auto'",
+        "No problems for a job on one machine with transport='auto'",
     ]
     assert "LIGHTNING_ASGD_SECRET is long enough" in " ".join(shown.split())
-    for text in ("pytorch-lightning", "has the", "CPU cores", "can be started", "zmq (LIGHTNING_ASGD_SECRET is set)"):
+    for text in ("pytorch-lightning", "compatible", "CPU cores", "be started", "zmq (LIGHTNING_ASGD_SECRET is set)"):
         assert text in shown
     assert "known to all" not in shown
 
@@ -225,7 +225,7 @@ def test_the_command(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_several_machines_with_zmq_and_no_secret(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     plain.setattr(doctor_command, "_versions", lambda: iter(()))  # takes seconds
     assert main(["doctor", "--num-nodes", "2", "--transport", "zmq"]) == 1
-    end = capsys.readouterr().out.partition("What would be refused: ")[2].split()
+    end = capsys.readouterr().out.partition("Problems for ")[2].split()
     said = " ".join(end)
     assert said.startswith("a job on 2 machines with transport='zmq' problem MASTER_ADDR: not set")
     assert "MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be the same on every machine" in said
@@ -246,7 +246,7 @@ def test_what_two_machines_disagree_about(
         address = f"127.0.0.1:{job.address[1]}"
         assert main(["doctor", "--job", address, "--num-nodes", "2"]) == 1
         shown = capsys.readouterr().out
-        about, end = shown.partition("Machine")[0], " ".join(shown.partition("What would be refused: ")[2].split())
+        about, end = shown.partition("Machine")[0], " ".join(shown.partition("Problems for ")[2].split())
         assert about.startswith("Job\n")
         assert "clock there" in about
         assert ("behind this one" in about or "ahead of this one" in about) is (secret is not None)
@@ -256,7 +256,7 @@ def test_what_two_machines_disagree_about(
         plain.setenv(SECRET_ENV, "another one than there")
         begun = time.monotonic()
         assert main(["doctor", "--job", address]) == 1
-        took, end = time.monotonic() - begun, " ".join(capsys.readouterr().out.partition("refused: ")[2].split())
+        took, end = time.monotonic() - begun, " ".join(capsys.readouterr().out.partition("Problems for ")[2].split())
     assert "job: " in end
     assert SECRET_ENV in end
     assert took < 30, took

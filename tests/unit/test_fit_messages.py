@@ -60,7 +60,7 @@ def test_the_summary_of_two_workers() -> None:
     assert str(summary).splitlines() == [
         "A-SGD: 2 workers trained for 10.0 s.",
         "  2,104 samples/s together. By worker: 1,650, 454.",
-        "  Staleness: 1.5 on average, 3 at most. Waiting: 7.5% of the time.",
+        "  Staleness: 1.5 on average, 3 at most. Waiting: 5.0%, between batches: 2.5%.",
         "  Report: lightning-asgd report 'my logs/version_3'",
     ]
 
@@ -71,7 +71,7 @@ def test_a_worker_that_was_lost_counts_for_what_it_has_trained() -> None:
     assert str(FitSummary(2, 10.0, known, stats, 0, 0.0, None)).splitlines() == [
         "A-SGD: 2 workers trained for 10.0 s.",
         "  150 samples/s together. By worker: 100, 100.",
-        "  Staleness: 1.5 on average, 3 at most. Waiting: 10.0% of the time.",
+        "  Staleness: 1.5 on average, 3 at most. Waiting: 6.7%, between batches: 3.3%.",
         "  1 lost server was replaced.",
         "  1 of 2 workers were lost during this fit:",
         "  worker 1: it raised KeyError",
@@ -95,7 +95,7 @@ def test_a_worker_alone_and_one_that_has_trained_nothing() -> None:
 
 
 def test_the_summary_of_a_hundred_workers_fits_a_terminal() -> None:
-    lost = {worker: f"it missed its heartbeats, and has not rejoined ({worker * 100})" for worker in range(1, 60)}
+    lost = {worker: f"it missed its heartbeats and has not rejoined ({worker * 100})" for worker in range(1, 60)}
     stats = ExchangeStats(lost_workers=lost, servers_replaced=2)
     known = figures(*(1000.0 + worker for worker in range(100)))
     lines = str(FitSummary(100, 10.0, known, stats, 0, 0.0, "lightning_logs/version_3")).splitlines()
@@ -103,8 +103,8 @@ def test_the_summary_of_a_hundred_workers_fits_a_terminal() -> None:
     assert lines[3:7] == [
         "  2 lost servers were replaced.",
         "  59 of 100 workers were lost during this fit:",
-        "  worker 1: it missed its heartbeats, and has not rejoined (100)",
-        "  worker 2: it missed its heartbeats, and has not rejoined (200)",
+        "  worker 1: it missed its heartbeats and has not rejoined (100)",
+        "  worker 2: it missed its heartbeats and has not rejoined (200)",
     ]
     assert lines[7].startswith("  57 others, in trainer.strategy.stats.lost_workers: 3, 4, 5, ")
     assert lines[7].endswith("…")

@@ -40,6 +40,22 @@ SCRIPT = """
             super().__init__()
             self.automatic_optimization = False
 
+    class Data(pl.LightningDataModule):
+        def setup(self, stage):
+            self.rows = TensorDataset(torch.randn(16, 8))
+
+        def train_dataloader(self):
+            return DataLoader(self.rows, batch_size=4)
+
+    class OtherName(Net):
+        train_dataloader = pl.LightningModule.train_dataloader
+
+        def training_step(self, batch, i):
+            return super().training_step(batch, i)
+
+    def with_data():
+        return OtherName(), Data()
+
     class Lossless(Net):
         def training_step(self, batch):
             return None
@@ -89,7 +105,7 @@ def test_the_coordinator_limits_the_speed(capsys: pytest.CaptureFixture[str]) ->
     fast = ["--parameters", "1e3", "--step-s", "0.01", "--batch-size", "1", "--nsync", "100", "--simulate", "0"]
     assert main(["plan", "--link-gbit-s", "100", "--workers", "1000", *fast]) == 0
     printed = capsys.readouterr().out
-    share = re.search(r"of the coordinator's ([\d.]+)%", printed)
+    share = re.search(r"coordinator's ([\d.]+)%", printed)
     speed = re.search(r"efficiency, if nsync is kept +([\d.]+)%", printed)
     assert share is not None
     assert speed is not None
@@ -117,6 +133,29 @@ def test_a_module_is_measured(capsys: pytest.CaptureFixture[str], script: Path) 
     assert f"{nbytes} B" in printed
 
 
+def test_a_module_is_measured_with_a_datamodule(capsys: pytest.CaptureFixture[str], script: Path) -> None:
+    words = ["plan", "--link-gbit-s", "1", "--simulate", "0", "--module"]
+    assert main([*words, f"{script}:with_data"]) == 0
+    assert capsys.readouterr().out.lstrip().startswith("Batch size, measured")
+    assert main([*words, f"{script}:OtherName"]) == 1
+    assert "made a OtherName without train_dataloader(). Expected a LightningModule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"),
+    [
+        ([], "No change is needed: exchanges of 2 workers are hidden behind 10 steps."),
+        (["--workers", "10", "--parameters", "25.6e6"], "10 workers keep one server's core 100 % busy: use "),
+        (["--workers", "3000"], "Times for 3,000 workers are not known: "),
+        (["--worker-link-gbit-s", "0.001"], "Exchanges of 2 workers may take longer than 10 steps: use nsync="),
+        (["--workers", "1000", "--nsync", "10000", "--step-s", "0.01"], "1,000 workers keep the coordinator's core "),
+    ],
+)
+def test_the_first_line_says_what_to_do(capsys: pytest.CaptureFixture[str], words: list[str], verdict: str) -> None:
+    assert main(["plan", "--link-gbit-s", "10", *NUMBERS, "--simulate", "0", *words]) == 0
+    assert capsys.readouterr().out.startswith(verdict)
+
+
 def test_a_modules_own_batch_is_measured(capsys: pytest.CaptureFixture[str], script: Path) -> None:
     assert main(["plan", "--module", f"{script}:Net", "--link-gbit-s", "1", "--simulate", "0"]) == 0
     assert "recommended" not in capsys.readouterr().out
@@ -136,7 +175,10 @@ def test_a_modules_own_batch_is_measured(capsys: pytest.CaptureFixture[str], scr
         (["--module", "{script}:Missing"], r"has no 'Missing'. Expected a name that is defined there"),
         (["--module", "{script}:ByHand"], r"ByHand has 1 optimizers and automatic_optimization=False. Expected one"),
         (["--module", "{script}:Lossless"], r"training_step of Lossless returned None. Expected a loss"),
-        (["--module", "pathlib:Path"], r"pathlib:Path made .* Expected a LightningModule with a train_dataloader"),
+        (
+            ["--module", "pathlib:Path"],
+            r"pathlib:Path made a .* without train_dataloader\(\). Expected a LightningModule",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(
