@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import vector_to_parameters
 
+from lightning_asgd import Advanced
 from lightning_asgd.simulation import Link, LogNormal, Network, Simulation
 
 FILE = ROOT / "results" / "accuracy_parts.jsonl"
@@ -52,7 +53,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "DDP: one optimizer": None,
     "one each, averaged every step": {"exchange": {"algorithm": "local_sgd", "nsync": 1}},
     "averaged every 10 steps": {"exchange": {"algorithm": "local_sgd", "nsync": 10}},
-    "A-SGD, immediate replies": {"exchange": {"nsync": 10, "overlap": False}},
+    "A-SGD, immediate replies": {"exchange": {"nsync": 10, "advanced": Advanced(overlap=False)}},
     "A-SGD, replies 4 steps late": {"exchange": {"nsync": 10}, "network": LATE},
 }
 STATISTICS = ("worker 0's", "the mean", "fresh")

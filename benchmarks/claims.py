@@ -28,6 +28,7 @@ import torch
 from clients import CONSOLE, GBIT, LR, STEP_S, Digits
 from rich.table import Table
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import Algorithm, LocalSGD, recipe
 from lightning_asgd.algorithms.averaging import restarted_period
 from lightning_asgd.simulation import Constant, Link, Network, Report, Simulation
@@ -47,7 +48,7 @@ def train(
         problem=Digits(seed),
         workers=workers,
         steps=steps,
-        exchange={"nsync": nsync, "algorithm": algorithm, "overlap": False},
+        exchange={"nsync": nsync, "algorithm": algorithm, "advanced": Advanced(overlap=False)},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
         evaluate_every=EVALUATE * workers,
         seed=seed,

@@ -37,6 +37,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.report.picture_style import PAPER, SERIES, pyplot
 from lightning_asgd.simulation import Constant, Link, ModuleProblem, Network, Simulation
@@ -108,7 +109,7 @@ def train(clients: int, nsync: int, seed: int, seconds: float, start: Tensor | N
         problem=Digits(seed, start),
         workers=clients,
         steps=round(seconds / STEP_S),  # of a client that needs no exchange: cut off below
-        exchange={"nsync": nsync, "algorithm": ASGD("sum"), "overlap": False},
+        exchange={"nsync": nsync, "algorithm": ASGD("sum"), "advanced": Advanced(overlap=False)},
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR),
         speed=Constant(STEP_S),
         network=Network(workers=GBIT, servers=GBIT),

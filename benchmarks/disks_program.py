@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, ServedEmbedding, Timeouts
+from lightning_asgd.algorithms import ASGD
 
 SAMPLES = 200
 EPOCHS = 6
@@ -46,7 +47,7 @@ def main() -> None:
     """Train, and write what was counted."""
     way, place, out, *more = sys.argv[1:]
     about: dict[str, Any] = {"devices": 2}
-    strategy = ASGDStrategy(nsync=2, scale="sum")
+    strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"))
     callbacks: list[Any] = []
     if way == "run":
         about = {"devices": 1}

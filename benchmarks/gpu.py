@@ -26,6 +26,7 @@ import torch
 from ranks import clean_environment
 from throughput import trainer_options
 
+from lightning_asgd import Advanced
 from lightning_asgd.config import SECRET_ENV
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,7 +123,11 @@ def trace(accelerator: str, file: Path) -> None:
     for _ in range(3):  # interleaved
         for name, runs in found.items():
             nsync, _, offload = name.partition(", ")
-            strategy = "auto" if name == "alone" else ASGDStrategy(int(nsync), offload=bool(offload), monitor=False)
+            strategy = (
+                "auto"
+                if name == "alone"
+                else ASGDStrategy(int(nsync), advanced=Advanced(offload=bool(offload)), monitor=False)
+            )
             runs.append(fit(accelerator, strategy, []))
     traced = Traced()
     fit(accelerator, ASGDStrategy(1, monitor=False), [traced])

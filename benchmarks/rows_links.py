@@ -38,7 +38,7 @@ from rows_model import ClickModel, ClickNet, Clicks, Market, loader
 from rules import spread
 from throughput import CONSOLE, Scenario, trainer_options
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 
 __all__ = ["SYSTEMS", "Conditions", "compare", "show_links"]
 
@@ -156,7 +156,7 @@ def train(system: System, seconds: float, meeting: Meeting, rank: int, workers: 
     pl.seed_everything(1, verbose=False)
     options: dict[str, Any] = {"devices": 1}
     if system.asgd:
-        bound = {"max_offline_steps": NSYNC} if system.waits else {}
+        bound = {"advanced": Advanced(max_offline_steps=NSYNC)} if system.waits else {}
         options["strategy"] = ASGDStrategy(NSYNC, server=meeting.address, run_id=RUN, monitor=False, **bound)
     else:
         os.environ.update(MASTER_ADDR=network.addresses[1], MASTER_PORT=meeting.address)

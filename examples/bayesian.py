@@ -20,7 +20,7 @@ from pytorch_lightning import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from lightning_asgd import ASGDStrategy, averaged_prediction
+from lightning_asgd import Advanced, ASGDStrategy, averaged_prediction
 from lightning_asgd.algorithms import SGMCMC
 from lightning_asgd.optim import SGHMC
 from lightning_asgd.report.picture_style import PAPER, pyplot
@@ -104,7 +104,8 @@ def main() -> None:
     nsync = 2
     pushes = epochs * len(batches) // nsync  # of all workers together: they share an epoch's batches
     sampling = SGMCMC(burn_in=pushes // 4, thin=pushes // 60, max_samples=30)
-    strategy = ASGDStrategy(nsync=nsync, algorithm=sampling, overlap=False)  # staleness widens the band
+    advanced = Advanced(overlap=False)  # staleness widens the band
+    strategy = ASGDStrategy(nsync=nsync, algorithm=sampling, advanced=advanced)
     trainer = Trainer(
         accelerator="cpu",
         devices=args.workers,

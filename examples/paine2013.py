@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.report.picture_style import PAPER, pyplot
 
@@ -273,7 +273,7 @@ def train(run: Run, task: Task, checkpoint: Path, folder: Path) -> dict[str, Any
         devices=run.workers,
         # Forked workers start at once; CUDA wants new processes. No overlap: the paper's workers wait for an exchange.
         strategy=ASGDStrategy(
-            run.nsync, algorithm=ASGD("sum"), overlap=False, start_method="spawn" if gpus else "fork"
+            run.nsync, algorithm=ASGD("sum"), advanced=Advanced(overlap=False), start_method="spawn" if gpus else "fork"
         ),
         max_epochs=run.workers if run.seed == 1 else 1,
         callbacks=[recorder],

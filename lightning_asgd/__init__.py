@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
     from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
     from lightning_asgd.adapter.strategy import ASGDStrategy
-    from lightning_asgd.config import Timeouts
+    from lightning_asgd.config import Advanced, Timeouts
     from lightning_asgd.data_stalls.cache import CachedDataset
     from lightning_asgd.data_stalls.shared_loader import SharedLoader
     from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
@@ -28,6 +28,7 @@ __all__ = [
     "ASGDError",
     "ASGDMonitor",
     "ASGDStrategy",
+    "Advanced",
     "AsyncSGD",
     "CachedDataset",
     "DataStallMonitor",
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "ASGDMonitor": "lightning_asgd.adapter.asgd_monitor",
     "ASGDStrategy": "lightning_asgd.adapter.strategy",
+    "Advanced": "lightning_asgd.config",
     "AsyncSGD": "lightning_asgd.loop.async_sgd",
     "CachedDataset": "lightning_asgd.data_stalls.cache",
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",

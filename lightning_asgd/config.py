@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
@@ -10,61 +10,30 @@ from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression, find_compression
 from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, server_address
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.settings import Advanced, Timeouts
 from lightning_asgd.validation import whole
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "ExchangeConfig", "Timeouts", "seconds", "server_address"]
+__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "Advanced", "ExchangeConfig", "Timeouts", "server_address"]
 
 _NSYNC = 10  # where it is not "auto", and until a worker has measured something
-_LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """How long to wait, in seconds. A process that dies is noticed at once; these are for processes that hang."""
+class ExchangeConfig(Advanced):
+    """When and how a worker exchanges with the servers: what a user gave, and what follows from it."""
 
-    silence_s: float = 10.0
-    """For a worker's heartbeat. A worker that sends none is excluded: the others continue without it until it rejoins.
-    Raise it if your network may be interrupted for longer and the others should wait."""
-
-    start_s: float = 120.0
-    """For servers and workers to start. Raise it if importing your script takes minutes."""
-    exchange_s: float = 300.0
-    """For an exchange to be answered. Raise it if the weights take longer than that through your network."""
-    collective_s: float = 1800.0
-    """For all workers to reach a sync point: the epoch's end, a validation. Must exceed the slowest worker's lag."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            seconds(f"Timeouts.{f.name}", getattr(self, f.name))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExchangeConfig:
-    """When and how a worker exchanges with the servers."""
-
-    nfetch: int
-    """Optimizer steps between two fetches."""
+    nfetch: int  # these three without None
     npush: int
-    """Optimizer steps between two pushes."""
-    algorithm: Algorithm = field(default_factory=ASGD)
-    """What workers push and what servers do with it."""
+    overlap: bool
     auto: bool = False
-    """Whether a worker chooses both by itself; these are its first values."""
+    """Whether a worker chooses both periods by itself; these are the first ones."""
     restarted: bool = False
     """Whether both follow from the run: see :func:`~lightning_asgd.algorithms.averaging.restarted_period`."""
-    overlap: bool = True
-    """Continue training while an exchange is in flight."""
-    max_offline_steps: int = 1000
-    """Steps a worker takes alone while an exchange is in flight before it waits for the reply."""
+    algorithm: Algorithm = field(default_factory=ASGD)
+    """What workers push and what servers do with it."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     compression: Compression | None = None
     """Code of what goes over the network; an ``Auto`` where each worker chooses its own."""
-    snapshot_every_s: float = 60.0
-    """Seconds between two snapshots of the state that the algorithm keeps on the servers besides the weights."""
-    offload: bool = False
-    """Keep in host memory what exchanges need of a module that is on a device."""
-    gain: bool = True
-    """Whether steps are lengthened that an optimizer divides by the size of gradients: :mod:`lightning_asgd.gain`."""
 
     @property
     def algorithm_name(self) -> str:
@@ -92,47 +61,40 @@ class ExchangeConfig:
         cls,
         *,
         nsync: Any = None,
-        nfetch: Any = None,
-        npush: Any = None,
         algorithm: Any = None,
-        scale: Any = None,
-        overlap: Any = None,
-        max_offline_steps: Any = 1000,
-        timeouts: Timeouts | None = None,
         compression: Any = None,
-        snapshot_every_s: Any = 60.0,
-        offload: Any = False,
-        gain: Any = True,
+        timeouts: Timeouts | None = None,
+        advanced: Advanced | None = None,
     ) -> ExchangeConfig:
         """Check what a user gave; see the attributes. Raises a :class:`ConfigurationError` for a wrong value.
 
         ``nsync`` is the default of ``nfetch`` and ``npush``; or ``"auto"`` or ``"restarted"``, without these. None
         means ``"auto"`` with :class:`ASGD` without transforms, and 10 with other algorithms or beside these.
-        ``overlap=None`` is what the algorithm does by itself. ``gain`` needs an algorithm that applies means.
         """
-        rule = find(algorithm, scale)
+        for name, value, kind in (("timeouts", timeouts, Timeouts), ("advanced", advanced, Advanced)):
+            if value is not None and not isinstance(value, kind):
+                raise ConfigurationError(f"{name}={value!r}. Expected a lightning_asgd.{kind.__name__}(...).")
+        rule, advanced = find(algorithm), advanced or Advanced()
         if nsync is None:
             plain = type(rule) is ASGD and not rule.transforms
-            nsync = "auto" if plain and nfetch is None is npush else _NSYNC
-        _check_period(nsync, nfetch, npush, rule)
-        _check_rounds(nsync, overlap, rule)
+            nsync = "auto" if plain and advanced.nfetch is None is advanced.npush else _NSYNC
+        _check_period(nsync, advanced, rule)
+        _check_rounds(nsync, advanced.overlap, rule)
+        if advanced.offload and rule.payload not in (Payload.DELTA, Payload.WEIGHTS):
+            raise ConfigurationError(
+                f"Advanced.offload=True was given with {type(rule).__name__}. Expected False, or an algorithm whose "
+                "workers push differences or weights, such as ASGD: sums of gradients stay on the device."
+            )
         auto, restarted = nsync == "auto", nsync == "restarted"
-        nsync = _NSYNC if auto or restarted else whole("nsync", nsync)
-        _check_others(timeouts, offload, gain, rule)
-        return cls(
-            nfetch=nsync if nfetch is None else whole("nfetch", nfetch),
-            npush=nsync if npush is None else whole("npush", npush),
-            auto=auto,
-            restarted=restarted,
-            algorithm=rule,
-            overlap=rule.overlap if overlap is None else overlap,
-            max_offline_steps=whole("max_offline_steps", max_offline_steps),
-            timeouts=timeouts or Timeouts(),
-            compression=_code(compression, rule),
-            snapshot_every_s=seconds("snapshot_every_s", snapshot_every_s),
-            offload=offload,
-            gain=gain and isinstance(rule, ASGD) and rule.scale == "mean",
-        )
+        period = _NSYNC if auto or restarted else whole("nsync", nsync, instead=", or 'auto' or 'restarted'")
+        given = vars(advanced) | {
+            "nfetch": period if advanced.nfetch is None else advanced.nfetch,
+            "npush": period if advanced.npush is None else advanced.npush,
+            "overlap": rule.overlap if advanced.overlap is None else advanced.overlap,
+            "gain": advanced.gain and isinstance(rule, ASGD) and rule.scale == "mean",
+            "compression": _code(compression, rule),
+        }
+        return cls(**given, auto=auto, restarted=restarted, algorithm=rule, timeouts=timeouts or Timeouts())
 
 
 def _code(compression: Any, rule: Algorithm) -> Compression | None:
@@ -152,10 +114,10 @@ def _code(compression: Any, rule: Algorithm) -> Compression | None:
     return code or rule.code
 
 
-def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
-    if nsync in ("auto", "restarted") and (nfetch is not None or npush is not None):
+def _check_period(nsync: Any, advanced: Advanced, rule: Algorithm) -> None:
+    if nsync in ("auto", "restarted") and (advanced.nfetch is not None or advanced.npush is not None):
         raise ConfigurationError(
-            f"nsync={nsync!r} was given together with nfetch={nfetch!r} and npush={npush!r}. Expected only one."
+            f"nsync={nsync!r} was given together with {advanced!r}. Expected only one of nsync, nfetch and npush."
         )
     if nsync == "restarted" and not isinstance(rule, LocalSGD):
         raise ConfigurationError(
@@ -164,45 +126,20 @@ def _check_period(nsync: Any, nfetch: Any, npush: Any, rule: Algorithm) -> None:
         )
 
 
-def _check_rounds(nsync: Any, overlap: Any, rule: Algorithm) -> None:
+def _check_rounds(nsync: Any, overlap: bool | None, rule: Algorithm) -> None:
     """Raise if workers that train on until a round is over are to wait, or to exchange as often as that lasts."""
     name = type(rule).__name__
-    if overlap is not None and not isinstance(overlap, bool):
-        raise ConfigurationError(
-            f"overlap={overlap!r}. Expected True to train during an exchange, False to wait for it."
-        )
     if rule.timed and nsync == "auto":
         raise ConfigurationError(
             f"nsync='auto' was given with {name}, whose replies wait for other workers. Expected a number of steps."
         )
     if rule.waits and not rule.lockstep and overlap is False:
         raise ConfigurationError(
-            f"overlap=False was given with {name}. Expected True or None: its workers train on while a round lasts."
+            f"Advanced.overlap=False was given with {name}. Expected True or None: its workers train on while a round "
+            "lasts."
         )
     if rule.merge_after and overlap is False:
         raise ConfigurationError(
-            f"overlap=False was given with {rule!r}. Expected True or None with delay={rule.merge_after}: a worker "
-            "that waits for a reply merges it at once."
+            f"Advanced.overlap=False was given with {rule!r}. Expected True or None with delay={rule.merge_after}: a "
+            "worker that waits for a reply merges it at once."
         )
-
-
-def _check_others(timeouts: Any, offload: Any, gain: Any, rule: Algorithm) -> None:
-    if not isinstance(gain, bool):
-        raise ConfigurationError(f"gain={gain!r}. Expected True or False.")
-    if timeouts is not None and not isinstance(timeouts, Timeouts):
-        raise ConfigurationError(f"timeouts={timeouts!r}. Expected a lightning_asgd.Timeouts(...).")
-    if not isinstance(offload, bool) or (offload and rule.payload not in (Payload.DELTA, Payload.WEIGHTS)):
-        raise ConfigurationError(
-            f"offload={offload!r} was given with {type(rule).__name__}. Expected False, or True with an algorithm "
-            "whose workers push differences or weights, such as ASGD: sums of gradients stay on the device."
-        )
-
-
-def seconds(name: str, value: Any) -> float:
-    """Check a setting that is a time. Raises a ``ConfigurationError`` if it is not above 0, or too long for a clock."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
-        return value
-    raise ConfigurationError(
-        f"{name}={value!r}. Expected a number of seconds above 0 and at most {_LONGEST_S}. To wait as long as "
-        f"possible, pass the largest."
-    )

@@ -34,7 +34,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asgd import algorithms
+from lightning_asgd import Advanced, algorithms
 from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, Downpour, LocalSGD, StaleSynchronous, Transform
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.config import ExchangeConfig
@@ -131,9 +131,13 @@ def simulations() -> dict[str, Callable[[], Simulation]]:
         made[f"crash {name}"] = lambda algorithm=algorithm, crashes=crashes: of(algorithm, crashes=crashes)
     made |= {
         "exchange auto": lambda: simulation(exchange={"nsync": "auto"}, steps=60, exchange_s=0.004),
-        "exchange pushes and fetches": lambda: simulation(exchange={"nfetch": 5, "npush": 2, "scale": "sum"}),
-        "exchange without overlap": lambda: simulation(exchange={"nsync": 2, "overlap": False}),
-        "exchange far away": lambda: simulation(exchange={"nsync": 1, "max_offline_steps": 4}, epoch_s=0.5),
+        "exchange pushes and fetches": lambda: simulation(
+            exchange={"advanced": Advanced(nfetch=5, npush=2), "algorithm": ASGD("sum")}
+        ),
+        "exchange without overlap": lambda: simulation(exchange={"nsync": 2, "advanced": Advanced(overlap=False)}),
+        "exchange far away": lambda: simulation(
+            exchange={"nsync": 1, "advanced": Advanced(max_offline_steps=4)}, epoch_s=0.5
+        ),
         "exchange of one fragment": lambda: of(algorithms.StreamingDiLoCo(parts=1)),
         "exchange of a module": lambda: simulation(problem=learning(), servers=3),
         "exchange refused": lambda: simulation(problem=Diverging(dimension=11)),

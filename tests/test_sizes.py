@@ -27,7 +27,6 @@ PUBLIC = {
     "cli.plan_command.plan",
     "cli.serve_command.serve",
     "ray.trainer.ASGDTrainer.__init__",
-    "config.ExchangeConfig.create",  # the arguments of ASGDStrategy, which simulations take too
     "data_stalls.probe.stalls",
     "data_stalls.shared_loader.SharedLoader.__init__",
     "optim.PSGLD.__init__",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,9 +18,9 @@ from lightning_asgd.adapter.unattached import StrategyExtension
 from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import Timeouts
+from lightning_asgd.config import Advanced, Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.loop.job_options import LoopOptions
+from lightning_asgd.loop.job_options import LoopOptions, taken
 from lightning_asgd.loop.leased_pass import LeasedPass
 from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
@@ -86,7 +85,8 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         server, run_id: an elastic run that the worker joins, with ``devices=1``.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
         total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for Fabric's ``DDPStrategy``.
+        lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and ``precision``
+            as for Fabric's ``DDPStrategy``.
 
     All other arguments are those of :class:`~lightning_asgd.ASGDStrategy`.
 
@@ -111,38 +111,23 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         self,
         nsync: int | str | None = None,
         *,
-        nfetch: int | None = None,
-        npush: int | None = None,
         algorithm: Algorithm | str | None = None,
-        scale: str | float | None = None,
-        overlap: bool | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
-        server_machines: int = 1,
-        min_workers: int = 1,
-        on_worker_failure: str = "continue",
+        on_worker_failure: Literal["continue", "abort"] = "continue",
         timeouts: Timeouts | None = None,
-        transport: str = "auto",
+        transport: Literal["auto", "rpc", "zmq"] = "auto",
         server: str | None = None,
         run_id: str | None = None,
         seed: int = 0,
-        max_offline_steps: int = 1000,
-        snapshot_every_s: float = 60.0,
-        offload: bool = False,
-        gain: bool = True,
-        units: str | Callable[[Any], Any] | None = None,
         total_steps: int | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
+        advanced: Advanced | None = None,
+        **lightning: Any,
     ) -> None:
-        given = dict(locals())
         names = "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"
-        self._given = {name: given[name] for name in names}
-        fields = LoopOptions.__dataclass_fields__
-        self.options = LoopOptions(**{name: value for name, value in given.items() if name in fields})
+        self._given = {name: lightning.get(name) for name in names}
+        self._note(FabricASGDStrategy.__init__, locals(), {k: v for k, v in lightning.items() if k not in names})
+        self.options = taken(LoopOptions, locals())
         self.stats = ExchangeStats()
         self._seed = seed
         self._job = TrainingJob.of(self.options)

@@ -224,7 +224,7 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         undo = private_names.restore_progress.replace(trainer, enter_and_restore)
 
     def _enter(self, trainer: Any, group: IslandGroup, membership: IslandFleet) -> None:
-        about = trainer, membership, self.options.config, self._resume, counter_of(self.options.units)
+        about = trainer, membership, self.options.config, self._resume, counter_of(self.options.config.units)
         session = IslandSession(group, self.place_in_batch, *about)
         session.sigterm = self._sigterm
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []

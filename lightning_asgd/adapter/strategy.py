@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_asgd.adapter import private_names, world
@@ -23,16 +22,17 @@ from lightning_asgd.adapter.process_launcher import MultiProcessLauncher
 from lightning_asgd.adapter.strategy_options import StrategyOptions
 from lightning_asgd.adapter.sync_callback import put_first
 from lightning_asgd.adapter.trainer_shell import TrainerShell
-from lightning_asgd.adapter.unattached import StrategyExtension
+from lightning_asgd.adapter.unattached import StrategyExtension, passed_on
 from lightning_asgd.adapter.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import Timeouts
+from lightning_asgd.config import Advanced, Timeouts
 from lightning_asgd.errors import ASGDError
 from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
+from lightning_asgd.loop.job_options import taken
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables
@@ -58,30 +58,19 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         nsync: optimizer steps between two exchanges. Smaller follows the others more closely, larger costs less.
             ``"auto"``: the smallest whose cost each worker finds negligible, and less at first. ``"restarted"``: what
             theory gives for ``algorithm="local_sgd"``. None: ``"auto"`` for ``ASGD`` without transforms, else 10.
-        nfetch, npush: steps between two fetches of the weights, and between two pushes, if not ``nsync``.
         algorithm: what workers push and what servers do with it: an object of :mod:`lightning_asgd.algorithms`, or its
             name. None means :class:`~lightning_asgd.algorithms.ASGD`.
-        scale: for ``ASGD``, the factor that the servers apply to a push: ``"mean"`` (1 / live workers; by batch sizes
-            where these differ) converges like DDP with the same hyper-parameters; ``"sum"`` is the original paper's
-            rule, which needs a warm start and a smaller learning rate; a number is used as given.
-        overlap: continue training while an exchange is in flight. False waits for the reply, which is slower, but no
-            step uses weights that are older than the reply. None means the algorithm's default.
         data: ``"leases"``: workers request batches of an epoch as they need them, so that faster workers train more of
             them, and every sample is trained once per epoch. ``"split"``: every worker trains an equal part, as under
             DDP, and a slow worker delays the others at the end of every epoch. Always split are the data of algorithms
             whose workers wait for each other, such as :class:`~lightning_asgd.algorithms.LocalSGD`, except in elastic
             runs, and what cannot be shared: a message says why.
-        units: what counts where batches differ in size: a push weighs as much as what was trained for it. ``"samples"``
-            or ``"tokens"`` (labels that are not -100, an attention mask's, or a tensor of integers), or a function of a
-            batch that returns its tokens. None: all batches of a worker count the same, by the loader's batch size.
         compression: fewer bytes for workers on other machines than the servers: ``"bf16"``, ``"fp16"``, ``"int8"``,
             ``"4bit"``, ``"2bit"``, ``"1bit"``, ``"topk"``, or an object of :mod:`lightning_asgd.compression`.
             ``"auto"``: each worker measures its link and the codecs when it sets up, and uses none, ``"bf16"``,
             ``"int8"`` or ``"4bit"``, whichever makes an exchange shortest. At sync points 16 bits per value are sent.
         num_servers: processes that share the weights equally. Raise it if one server's core or link is busy.
-        server_machines: nodes among which the servers of a job are divided, from the first one on.
         start_method: how workers are started, as for DDP: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        min_workers: training ends when fewer are left.
         on_worker_failure: ``"continue"``: when a worker dies or hangs, the others take over its data and continue; a
             worker that hung rejoins when it resumes. ``"abort"``: end training on all workers, with an error that says
             why. On one machine, with ``"popen"``, none continues without worker 0.
@@ -100,19 +89,14 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
             Trainer is one such group.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.
-        max_offline_steps: steps that a worker takes alone while an exchange is in flight before it waits for the reply.
-        snapshot_every_s: seconds between two snapshots of the state that the algorithm keeps on the servers besides the
-            weights, such as an optimizer's state. They go to a temporary file. The replacement of a lost server gets
-            the weights from the workers, and this state from the file. With ``server``, the option of `serve` applies.
-        offload: keep in host memory what exchanges need of a module on a GPU. Without it a vector as long as the
-            parameters lies on the device, and two while weights arrive; with it 64 MB at most.
-        gain: lengthen the steps of optimizers such as Adam, by the noise of a worker's gradients; for ``scale="mean"``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for ``DDPStrategy``, and
-            rarely needed: the Trainer has arguments for them.
+        advanced: settings that few jobs need, such as ``Advanced(overlap=False)`` or ``Advanced(gain=False)``.
+        lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
+            ``precision_plugin`` as for ``DDPStrategy``, rarely needed: the Trainer has arguments for them. Arguments of
+            DDP's that could only change how it reduces gradients are accepted, and a line says so.
 
     Attributes:
         stats: statistics of this worker's exchanges; in the main process those of worker 0.
-        settings: the arguments above that define how it trains, as plain values.
+        settings: the arguments and fields of ``advanced`` that define how it trains, as plain values by name.
         board: the latest metrics of every worker, in the process of worker 0 if a monitor collects them; elsewhere
             those of the latest sync point.
         samples: after a fit with an algorithm that samples from a posterior, such as
@@ -143,37 +127,25 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         self,
         nsync: int | str | None = None,
         *,
-        nfetch: int | None = None,
-        npush: int | None = None,
         algorithm: Algorithm | str | None = None,
-        scale: str | float | None = None,
-        overlap: bool | None = None,
-        data: str = "leases",
-        units: str | Callable[[Any], Any] | None = None,
+        data: Literal["leases", "split"] = "leases",
         compression: Compression | str | None = None,
         num_servers: int = 1,
-        server_machines: int = 1,
-        start_method: str = "popen",
-        min_workers: int = 1,
-        on_worker_failure: str = "continue",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        on_worker_failure: Literal["continue", "abort"] = "continue",
         timeouts: Timeouts | None = None,
-        transport: str = "auto",
+        transport: Literal["auto", "rpc", "zmq"] = "auto",
         server: str | None = None,
         run_id: str | None = None,
         island: Any = None,
         monitor: bool = True,
-        max_offline_steps: int = 1000,
-        snapshot_every_s: float = 60.0,
-        offload: bool = False,
-        gain: bool = True,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        advanced: Advanced | None = None,
+        **lightning: Any,
     ) -> None:
-        self.options = StrategyOptions(**{name: value for name, value in locals().items() if name != "self"})
-        self._given, self.settings = self.options.for_lightning, self.options.settings
+        self._given, others = passed_on(**lightning)
+        self._note(ASGDStrategy.__init__, locals(), others)
+        self.options = taken(StrategyOptions, locals())
+        self._given["start_method"], self.settings = start_method, self.options.settings
         self.board, self.stats = MetricsBoard(), ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []
         self._job = TrainingJob.of(self.options)
@@ -300,7 +272,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         """Begin a fit: equal weights, this worker's optimizers, the progress of the others."""
         if self._membership is None:
             raise ASGDError("The strategy is not connected. Expected setup_environment() to be called before setup().")
-        about = self.options.config, self._resume, counter_of(self.options.units)
+        about = self.options.config, self._resume, counter_of(self.options.config.units)
         session = FitSession(trainer, self._membership, *about, split=self.options.data == "split")
         self.fit_session, self.stats, self.samples = session, session.synchronizer.stats, []
         self.setup_optimizers(trainer)

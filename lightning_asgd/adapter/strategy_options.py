@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-
+from lightning_asgd.config import Advanced
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import name_of_units
 from lightning_asgd.loop.job_options import JobOptions
@@ -14,48 +13,24 @@ from lightning_asgd.validation import whole
 
 __all__ = ["StrategyOptions"]
 
-_DATA = ("leases", "split")
-_START_METHODS = ("popen", "spawn", "fork", "forkserver")
-
-# Arguments of Lightning's DDPStrategy, and those that ``settings`` lists.
-_LIGHTNING = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-    "start_method",
-)
-_SETTINGS = (
-    *("nsync", "nfetch", "npush", "algorithm", "overlap", "data", "compression", "num_servers", "server_machines"),
-    *("start_method", "min_workers", "on_worker_failure", "transport", "max_offline_steps", "snapshot_every_s"),
-    *("offload", "gain"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions(JobOptions):
     """What a user gave; ``ASGDStrategy`` describes it."""
 
-    data: str
-    start_method: str
+    data: Literal["leases", "split"]
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     monitor: bool
     island: Any
-    accelerator: Any
-    parallel_devices: list[torch.device] | None
-    cluster_environment: Any
-    checkpoint_io: Any
-    precision_plugin: Any
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
         super().__post_init__()
-        if self.server_machines > 1 and self.start_method != "popen":
+        if self.config.server_machines > 1 and self.start_method != "popen":
             raise ConfigurationError(
-                f"server_machines={self.server_machines} was given with start_method={self.start_method!r}. Expected "
-                "'popen': the other methods start processes of one node."
+                f"Advanced.server_machines={self.config.server_machines} was given with start_method="
+                f"{self.start_method!r}. Expected 'popen': the other methods start processes of one node."
             )
-        if self.start_method not in _START_METHODS:
-            expected = ", ".join(_START_METHODS)
-            raise ConfigurationError(f"start_method={self.start_method!r}. Expected one of {expected}.")
-        if self.data not in _DATA:
-            raise ConfigurationError(f"data={self.data!r}. Expected one of {', '.join(map(repr, _DATA))}.")
         if not isinstance(self.monitor, bool):
             raise ConfigurationError(
                 f"monitor={self.monitor!r}. Expected True or False. Give an ASGDMonitor to Trainer(callbacks=[...])."
@@ -92,10 +67,10 @@ class StrategyOptions(JobOptions):
                 f"compression={self.compression!r} was given with island={self.island!r}. Expected none: the processes "
                 "of an island send their parts uncompressed."
             )
-        if self.units is not None:
+        if self.config.units is not None:
             raise ConfigurationError(
-                f"units={name_of_units(self.units)!r} was given with island={self.island!r}. Expected none: each "
-                "process of an island counts its own part of a batch."
+                f"Advanced.units={name_of_units(self.config.units)!r} was given with island={self.island!r}. Expected "
+                "none: each process of an island counts its own part of a batch."
             )
         if algorithm.keep_at_most:
             raise ConfigurationError(
@@ -117,15 +92,13 @@ class StrategyOptions(JobOptions):
         return self.start_method != "popen"  # else worker 0's process hosts the servers
 
     @property
-    def for_lightning(self) -> dict[str, Any]:
-        """Arguments of Lightning's ``DDPStrategy``."""
-        return self._named(_LIGHTNING)
-
-    @property
     def settings(self) -> dict[str, Any]:
         """Those that say how it trains, as plain values."""
-        config = self.config
+        config, given = self.config, self.advanced or Advanced()
+        names = ("data", "num_servers", "start_method", "on_worker_failure", "transport")
         found = {"nfetch": config.nfetch, "npush": config.npush, "overlap": config.overlap}
         code = None if config.compression is None else repr(config.compression)
-        rules = {"algorithm": repr(config.algorithm), "compression": code}
-        return {**self._named(_SETTINGS), **found, **rules, "units": name_of_units(self.units)}
+        nsync = ("auto" if config.auto else config.npush) if self.nsync is None else self.nsync
+        rules = {"nsync": nsync, "algorithm": repr(config.algorithm), "compression": code}
+        mine = {name: getattr(self, name) for name in names}
+        return {**rules, **mine, **vars(given), **found, "units": name_of_units(config.units)}

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.class_trees import TREES, Tree, tree_of
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.settings import refuse
+from lightning_asgd.validation import call_of
 
-__all__ = ["StrategyExtension", "Takeable", "Unattached", "let_several_trainers_take", "unattached"]
+__all__ = ["StrategyExtension", "Takeable", "Unattached", "let_several_trainers_take", "passed_on", "unattached"]
+
+# Arguments of DDP's that could only change how it reduces gradients, and what to give instead of some others.
+_UNNEEDED = (
+    *("bucket_cap_mb", "check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
+    "process_group_backend",
+)
+_INSTEAD = {"ddp_comm_hook": "compression='bf16' or another code", "timeout": "timeouts=Timeouts(collective_s=...)"}
+
+
+def passed_on(
+    accelerator: Any = None,
+    parallel_devices: list[Any] | None = None,
+    cluster_environment: Any = None,
+    checkpoint_io: Any = None,
+    precision_plugin: Any = None,
+    **others: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of Lightning's strategies, and all others. ``LightningCLI`` finds the former in this signature."""
+    given = dict(locals())
+    return given, given.pop("others")
 
 
 class Takeable:
@@ -28,6 +52,30 @@ class Takeable:
     """The program's arguments."""
     trees = TREES
     """Those whose Trainers, or Fabric, can take it."""
+    _call = "A-SGD's strategy"  # that made it
+    _unneeded: tuple[str, ...] = ()  # arguments of DDP's that it was given
+
+    def __repr__(self) -> str:
+        return self._call
+
+    def _note(self, init: Callable[..., None], given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Remember the call. Raise a :class:`ConfigurationError` for an argument that neither it nor DDP has."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        kinds = DistributedDataParallel, *(tree.DDPStrategy for tree in self.trees if tree.version)
+        of_ddp = {name for kind in kinds for name in inspect.signature(kind).parameters} if others else set()
+        signature = inspect.signature(init).parameters.values()
+        usual = dict.fromkeys(self._given) | {p.name: p.default for p in signature if p.default is not p.empty}
+        for name, value in others.items():
+            if name not in of_ddp:
+                refuse(name, value, usual)
+            if given.get("island") is not None:
+                raise ConfigurationError(f"{name}={value!r}. Expected island=DDPStrategy({name}={value!r}).")
+            if name not in _UNNEEDED:
+                expected = _INSTEAD.get(name, "it to be left out")
+                raise ConfigurationError(f"{name}={value!r} is an argument of DDP's. Expected {expected}.")
+        self._unneeded = tuple(others)
+        self._call = call_of(type(self).__name__, {n: {**self._given, **given}[n] for n in usual} | {**others}, usual)
 
     @property
     def accelerator(self) -> Any:
@@ -42,6 +90,8 @@ class Takeable:
         strategy: Any = self
         _change_hands(strategy)
         self._become(tree, accelerator)
+        for name in self._unneeded:
+            tree.say(f"{name}: an argument of DDP's that is not needed here.")
 
     def _become(self, tree: Tree, accelerator: Any) -> None:
         """Become a strategy of a tree."""

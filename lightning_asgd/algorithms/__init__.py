@@ -30,7 +30,7 @@ from lightning_asgd.algorithms.staleness import (
     StalenessAware,
     StaleSynchronous,
 )
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import by_name
 
 __all__ = [
     "ASGD",
@@ -86,28 +86,15 @@ _NAMED: dict[str, type[Algorithm]] = {
 }
 
 
-def find(algorithm: Any = None, scale: Any = None) -> Algorithm:
+def find(algorithm: Any = None) -> Algorithm:
     """The algorithm that a user means.
 
     Args:
         algorithm: an algorithm, the name of one with its defaults, or None for :class:`ASGD`.
-        scale: that of :class:`ASGD`, where no other algorithm is given.
 
     Raises:
-        ConfigurationError: there is no such algorithm, or it takes no scale.
+        ConfigurationError: there is no such algorithm.
     """
-    if isinstance(algorithm, str) and algorithm in _NAMED:
-        algorithm = None if _NAMED[algorithm] is ASGD else _NAMED[algorithm]()
-    if algorithm is None:
-        return ASGD("mean" if scale is None else scale)
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigurationError(
-            f"algorithm={algorithm!r} is unknown. Expected an object such as ASGD(), or one of the names "
-            f"{', '.join(sorted(_NAMED))}."
-        )
-    if scale is not None:
-        raise ConfigurationError(
-            f"scale={scale!r} was given together with algorithm={algorithm!r}. Expected one of them: "
-            "give the scale to the algorithm."
-        )
-    return algorithm
+    found = by_name("algorithm", "asgd" if algorithm is None else algorithm, _NAMED, Algorithm, "ASGD()")
+    made: Algorithm = found() if isinstance(found, type) else found
+    return made

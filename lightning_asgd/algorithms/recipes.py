@@ -32,6 +32,7 @@ from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.algorithms.elastic import EASGD
 from lightning_asgd.algorithms.staleness import DropStale, StaleSynchronous
 from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.settings import Advanced
 
 __all__ = ["recipe"]
 
@@ -54,7 +55,7 @@ def recipe(name: str) -> dict[str, Any]:
             ``"speedo_weed_out"`` or ``"speedo_easgd"``.
 
     Returns:
-        ``algorithm``, ``nsync``, and for SpeeDO ``overlap=False``.
+        ``algorithm``, ``nsync``, and for SpeeDO ``advanced=Advanced(overlap=False)``.
 
     Raises:
         ConfigurationError: there is no such recipe.
@@ -66,5 +67,5 @@ def recipe(name: str) -> dict[str, Any]:
     if name in _PERIODS:
         return {"algorithm": LocalSGD(), "nsync": _PERIODS[name]}
     if name in _SPEEDO:
-        return {"algorithm": _SPEEDO[name](), "nsync": 1, "overlap": False}
+        return {"algorithm": _SPEEDO[name](), "nsync": 1, "advanced": Advanced(overlap=False)}
     raise ConfigurationError(f"There is no recipe {name!r}. Expected one of {', '.join([*_PERIODS, *_SPEEDO])}.")

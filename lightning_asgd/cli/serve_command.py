@@ -199,10 +199,9 @@ def _settings(
 
 def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> None:
     """Raise a ``ConfigurationError`` for a value that is out of range."""
-    from lightning_asgd.config import seconds
     from lightning_asgd.errors import ConfigurationError
     from lightning_asgd.processes.host_entry import LONGEST_S, SHORTEST_S
-    from lightning_asgd.validation import between, whole
+    from lightning_asgd.validation import between, seconds, whole
 
     seconds("snapshot_every_s", snapshot_every_s)
     whole("num_servers", num_servers)

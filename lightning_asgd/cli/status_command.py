@@ -29,7 +29,7 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
         watch: update the table until Ctrl-C.
         every_n_seconds: seconds between two updates.
     """
-    from lightning_asgd.config import seconds
+    from lightning_asgd.validation import seconds
 
     seconds("every_n_seconds", every_n_seconds)
     screen = console()

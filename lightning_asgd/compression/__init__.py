@@ -9,9 +9,9 @@ from lightning_asgd.compression.codes import Cast, Int8, TopK
 from lightning_asgd.compression.low_bits import Float4, Int2, Sign
 from lightning_asgd.compression.tiles import TopTiles
 from lightning_asgd.compression.vector_code import Compression
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.validation import by_name
 
-__all__ = ["Cast", "Compression", "Float4", "Int2", "Int8", "Sign", "TopK", "TopTiles", "find", "find_compression"]
+__all__ = ["Cast", "Compression", "Float4", "Int2", "Int8", "Sign", "TopK", "TopTiles", "find_compression"]
 
 _NAMED: dict[str, Compression] = {
     "bf16": Cast("bfloat16"),
@@ -34,14 +34,7 @@ def find_compression(compression: Any) -> Compression | None:
     Raises:
         ConfigurationError: there is no such compression.
     """
-    if compression is None or isinstance(compression, Compression):
-        return compression
-    if isinstance(compression, str) and compression in _NAMED:
-        return _NAMED[compression]
-    raise ConfigurationError(
-        f"compression={compression!r} is unknown. Expected None, an object such as TopK(0.01), or one of the names "
-        f"{', '.join(sorted(_NAMED))}."
-    )
-
-
-find = find_compression  # its former name, for one release
+    if compression is None:
+        return None
+    found: Compression = by_name("compression", compression, _NAMED, Compression, "TopK(0.01)")
+    return found

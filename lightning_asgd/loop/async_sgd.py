@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch.nn import Module
 
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import Timeouts
+from lightning_asgd.config import Advanced, Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.loop.job_address import Surroundings
-from lightning_asgd.loop.job_options import LoopOptions
+from lightning_asgd.loop.job_options import LoopOptions, taken
 from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
@@ -24,6 +25,7 @@ from lightning_asgd.loop.shell import Shell
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.processes import rank_variables
 from lightning_asgd.processes.interruptions import Interruptions
+from lightning_asgd.settings import refuse
 from lightning_asgd.stats import ExchangeStats
 
 __all__ = ["AsyncSGD"]
@@ -82,28 +84,19 @@ class AsyncSGD(LoopControls):
         run_id: str | None = None,
         seed: int = 0,
         nsync: int | str | None = None,
-        nfetch: int | None = None,
-        npush: int | None = None,
         algorithm: Algorithm | str | None = None,
-        scale: str | float | None = None,
-        overlap: bool | None = None,
         compression: Compression | str | None = None,
         num_servers: int = 1,
-        server_machines: int = 1,
-        min_workers: int = 1,
-        on_worker_failure: str = "continue",
+        on_worker_failure: Literal["continue", "abort"] = "continue",
         timeouts: Timeouts | None = None,
-        transport: str = "auto",
-        max_offline_steps: int = 1000,
-        snapshot_every_s: float = 60.0,
-        offload: bool = False,
-        gain: bool = True,
-        units: str | Callable[[Any], Any] | None = None,
+        transport: Literal["auto", "rpc", "zmq"] = "auto",
         total_steps: int | None = None,
+        advanced: Advanced | None = None,
+        **unknown: Any,
     ) -> None:
-        given = dict(locals())
-        names = LoopOptions.__dataclass_fields__
-        self._options = LoopOptions(**{name: value for name, value in given.items() if name in names})
+        for name, value in unknown.items():
+            refuse(name, value, list(inspect.signature(AsyncSGD).parameters)[:-1])
+        self._options = taken(LoopOptions, locals())
         self._module = module
         self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
         _check(module, self._listed_optimizers, self._listed_schedulers)

@@ -11,17 +11,9 @@ from torch import Tensor
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.worker.trained_units import TrainedUnits
 
-__all__ = ["check_units", "counter_of", "name_of_units", "samples_in", "tokens_in"]
+__all__ = ["counter_of", "name_of_units", "samples_in", "tokens_in"]
 
 _IGNORED = -100  # as a label: torch's cross entropy ignores it
-
-
-def check_units(units: Any) -> None:
-    """Raise a ``ConfigurationError`` unless :func:`counter_of` knows it."""
-    if units is not None and units not in ("samples", "tokens") and not callable(units):
-        raise ConfigurationError(
-            f"units={units!r}. Expected 'samples', 'tokens', a function that returns the tokens of a batch, or None."
-        )
 
 
 def counter_of(units: str | Callable[[Any], Any] | None) -> TrainedUnits:
@@ -52,8 +44,8 @@ def tokens_in(batch: Any) -> Any:
         if not tensor.is_floating_point() and tensor.ndim:
             return tensor.numel()
     raise ConfigurationError(
-        f"units='tokens', but a batch of type {type(batch).__name__} has no attention_mask, labels or tensor of "
-        "integers. Expected one, or a function: units=lambda batch: ..."
+        f"Advanced.units='tokens', but a batch of type {type(batch).__name__} has no attention_mask, labels or tensor "
+        "of integers. Expected one, or a function: Advanced(units=lambda batch: ...)."
     )
 
 

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
-from lightning_asgd.config import ExchangeConfig, Timeouts
+from lightning_asgd.config import Advanced, ExchangeConfig, Timeouts
 from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.loop.batch_units import check_units
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
-from lightning_asgd.validation import whole
+from lightning_asgd.validation import one_of, whole
 
-__all__ = ["JobOptions", "LoopOptions"]
-
-_ON_FAILURE = ("continue", "abort")
-
-# Arguments of ExchangeConfig.create.
-_EXCHANGE = (
-    *("nsync", "nfetch", "npush", "algorithm", "scale", "overlap", "max_offline_steps", "timeouts", "compression"),
-    *("snapshot_every_s", "offload", "gain"),
-)
+__all__ = ["JobOptions", "LoopOptions", "taken"]
 
 
 def _check_importable(kind: type) -> None:
@@ -44,47 +36,31 @@ class JobOptions:
     """What a user gave; ``ASGDStrategy`` and ``AsyncSGD`` describe it."""
 
     nsync: int | str | None
-    nfetch: int | None
-    npush: int | None
     algorithm: Algorithm | str | None
-    scale: str | float | None
-    overlap: bool | None
     compression: Compression | str | None
     num_servers: int
-    server_machines: int
-    min_workers: int
-    on_worker_failure: str
+    on_worker_failure: Literal["continue", "abort"]
     timeouts: Timeouts | None
-    transport: str
+    transport: Literal["auto", "rpc", "zmq"]
     server: str | None
     run_id: str | None
-    max_offline_steps: int
-    snapshot_every_s: float
-    units: Any
-    offload: bool
-    gain: bool
+    advanced: Advanced | None
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
         if self.server is None and self.run_id is None:  # an engine may have started this process for a run
             self._take_from_environment()
         config = self.config
-        if self.nsync is None:
-            object.__setattr__(self, "nsync", "auto" if config.auto else config.npush)
         for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
             _check_importable(type(rule))
-        check_name(self.transport)
-        if self.on_worker_failure not in _ON_FAILURE:
-            expected = " or ".join(map(repr, _ON_FAILURE))
-            raise ConfigurationError(f"on_worker_failure={self.on_worker_failure!r}. Expected {expected}.")
-        _ = self.policy
-        whole("num_servers", self.num_servers)
-        if whole("server_machines", self.server_machines) > self.num_servers:
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal:
+                one_of(name, getattr(self, name), get_args(kind))
+        if config.server_machines > whole("num_servers", self.num_servers):
             raise ConfigurationError(
-                f"server_machines={self.server_machines} was given with num_servers={self.num_servers}. Expected at "
-                "least one server per machine."
+                f"Advanced.server_machines={config.server_machines} was given with num_servers={self.num_servers}. "
+                "Expected at least one server per machine."
             )
-        check_units(self.units)
         if self.server is not None or self.run_id is not None:
             self._check_attaches()
             _ = self.addresses
@@ -113,9 +89,9 @@ class JobOptions:
         self._check_run(f"server={server!r}")
 
     def _check_one_machine(self, given: str, why: str) -> None:
-        if self.server_machines > 1:
+        if self.config.server_machines > 1:
             raise ConfigurationError(
-                f"server_machines={self.server_machines} was given with {given}. Expected no server_machines: {why}"
+                f"Advanced.server_machines={self.config.server_machines} was given with {given}. Expected none: {why}"
             )
 
     def _check_run(self, given: str) -> None:
@@ -130,9 +106,9 @@ class JobOptions:
             )
         if algorithm.fragments > 1 and not self.config.overlap:
             raise ConfigurationError(
-                f"overlap=False was given with {type(algorithm).__name__}(parts={algorithm.fragments}) and {given}. "
-                "Expected True or None: workers of an elastic run are at different fragments, and would wait for each "
-                "other forever."
+                f"Advanced.overlap=False was given with {type(algorithm).__name__}(parts={algorithm.fragments}) and "
+                f"{given}. Expected True or None: workers of an elastic run are at different fragments, and would wait "
+                "for each other forever."
             )
         if self.config.restarted:
             raise ConfigurationError(
@@ -141,14 +117,15 @@ class JobOptions:
             )
         if self.policy.abort or self.policy.min_workers > 1:
             raise ConfigurationError(
-                f"on_worker_failure='abort' or min_workers was given with {given}. Expected neither: workers of an "
-                "elastic run join and leave at any time."
+                f"on_worker_failure='abort' or Advanced.min_workers was given with {given}. Expected neither: workers "
+                "of an elastic run join and leave at any time."
             )
 
     @functools.cached_property
     def config(self) -> ExchangeConfig:
         """When and how a worker exchanges."""
-        return ExchangeConfig.create(**self._named(_EXCHANGE))
+        given = ("nsync", "algorithm", "compression", "timeouts", "advanced")
+        return ExchangeConfig.create(**{name: getattr(self, name) for name in given})
 
     @property
     def another_chief(self) -> bool:
@@ -160,7 +137,7 @@ class JobOptions:
         """What becomes of a session when workers fail."""
         return Policy(
             silence_s=self.config.timeouts.silence_s,
-            min_workers=whole("min_workers", self.min_workers),
+            min_workers=self.config.min_workers,
             abort=self.on_worker_failure == "abort",
             another_chief=self.another_chief,
         )
@@ -169,9 +146,6 @@ class JobOptions:
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """Where the servers of a run may be; none in a job of its own."""
         return () if self.server is None else server_addresses(self.server)
-
-    def _named(self, names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,3 +169,8 @@ class LoopOptions(JobOptions):
                 f"total_steps={self.total_steps!r} was given without nsync='restarted'. Expected it only with that: it "
                 "does not end the training."
             )
+
+
+def taken(kind: Any, given: Mapping[str, Any]) -> Any:
+    """The options of a kind of program among ``given``, the local variables of a constructor."""
+    return kind(**{each.name: given[each.name] for each in fields(kind)})

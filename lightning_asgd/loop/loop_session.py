@@ -49,7 +49,7 @@ class LoopSession(Participation, Trainee):
         state: LoopState,
         interruptions: Interruptions,
     ) -> None:
-        config, units = options.config, counter_of(options.units)
+        config, units = options.config, counter_of(options.config.units)
         super().__init__(module, membership, config, units, measure=False, late_steps=False)
         self._all_optimizers, self._all_schedulers = optimizers, schedulers
         self._rounds = Rounds(len(optimizers))
@@ -149,8 +149,8 @@ class LoopSession(Participation, Trainee):
     def _check_counted(self) -> None:
         if self._units.name and not self._counted:
             raise ConfigurationError(
-                f"units={self._units.name!r} was given, but an optimizer takes a step for a batch that was not "
-                "counted. Expected count_batch(batch) before the step, if the batch is not one of batches()."
+                f"Advanced.units={self._units.name!r} was given, but an optimizer takes a step for a batch that was "
+                "not counted. Expected count_batch(batch) before the step, if the batch is not one of batches()."
             )
 
     def _enter_interval(self) -> None:

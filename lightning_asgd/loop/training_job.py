@@ -131,7 +131,7 @@ class TrainingJob:
             config.snapshot_every_s if writes else 0.0,
             given=options.addresses,
             run_id=options.run_id or "",
-            server_machines=options.server_machines,
+            server_machines=config.server_machines,
             lease_s=placed_servers.lease_of(config.timeouts.silence_s, config.timeouts.start_s),
         )
 

@@ -89,13 +89,14 @@ def checked_node(machines: int, nodes: int, rank: int, node_of_process: Callable
     """
     if machines > nodes:
         raise ConfigurationError(
-            f"server_machines={machines} was given in a job with num_nodes={nodes}. Expected at most as many as nodes."
+            f"Advanced.server_machines={machines} was given in a job with num_nodes={nodes}. Expected at most as "
+            "many as nodes."
         )
     node = node_of_process() if machines > 1 else 0
     if rank == 0 and node != 0:
         raise ConfigurationError(
-            f"server_machines={machines} was given, but worker 0 is on node {node}. Expected it on node 0. Have the "
-            "launcher number nodes and ranks in the same order."
+            f"Advanced.server_machines={machines} was given, but worker 0 is on node {node}. Expected it on node 0. "
+            "Have the launcher number nodes and ranks in the same order."
         )
     return node
 
@@ -110,7 +111,7 @@ def node_named(server: int, key: str) -> Iterator[None]:
             raise
         raise LaunchError(
             f"{error}\nServer {server} belongs to node {node_of(key)}, whose process with local rank 0 starts it. "
-            "Expected that process to run with the same server_machines, and to reach the first machine."
+            "Expected that process to run with the same Advanced.server_machines, and to reach the first machine."
         ) from error
 
 

@@ -340,7 +340,7 @@ class ServerHosts:
     def _why(self, left: Collection[int]) -> str:
         lost = f"Worker {self.present}, which hosts the servers, is lost: {self._fate}"
         if len(left) < self.min_workers:
-            return f"{lost}. {len(left)} are left, but min_workers={self.min_workers}."
+            return f"{lost}. {len(left)} are left, but Advanced.min_workers={self.min_workers}."
         candidate = self.candidate()
         if candidate is None:
             return f"{lost}. No other worker that may host them answers. Start the job again."

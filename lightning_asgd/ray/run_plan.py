@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_asgd.config import seconds
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transports import registry
-from lightning_asgd.validation import whole
+from lightning_asgd.validation import seconds, whole
 
 __all__ = ["RunPlan", "actor_options"]
 

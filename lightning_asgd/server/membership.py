@@ -438,7 +438,7 @@ class Membership:
         elif self.policy.abort:
             why = f"Worker {worker} {fate}, and on_worker_failure='abort'."
         elif 0 < left < self.policy.min_workers and heard:  # else it may be this process's network that is down
-            why = f"Worker {worker} {fate}. {left} are left, but min_workers={self.policy.min_workers}."
+            why = f"Worker {worker} {fate}. {left} are left, but Advanced.min_workers={self.policy.min_workers}."
         if why:
             self.end(f"{why} Start the job again from its last checkpoint (trainer.fit(..., ckpt_path='last')).")
         return bool(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_asgd.settings import Advanced
 from lightning_asgd.simulation.network import Link, Network
 from lightning_asgd.simulation.problems import Quadratic
 from lightning_asgd.simulation.run import Simulation
@@ -30,7 +31,7 @@ def forecast(job: Job, exchanges: int = 20) -> Report:
         workers=job.workers,
         servers=job.servers,
         steps=exchanges,
-        exchange={"nsync": 1, "max_offline_steps": 1},
+        exchange={"nsync": 1, "advanced": Advanced(max_offline_steps=1)},
         speed=Constant(job.period_s),
         network=Network(workers=Link(speeds[0], job.latency_s), servers=Link(speeds[1]), service_s=job.server_work_s),
         exchange_s=job.exchange_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_asgd.gain import Gain
 from lightning_asgd.optim import share_posterior
 from lightning_asgd.protocol import Leave, Policy
 from lightning_asgd.server.service import Service
+from lightning_asgd.settings import refuse
 from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, Wires
@@ -36,6 +37,7 @@ from lightning_asgd.worker.session_client import SessionClient
 __all__ = ["Running", "Simulation"]
 
 _SESSION = "simulation"
+_EXCHANGE = ("nsync", "algorithm", "compression", "advanced")
 _POINTS = 100  # of the reported loss
 _TICK_S = 0.25  # as server processes have it
 _BEATS = 5  # heartbeats of a worker within silence_s
@@ -58,8 +60,8 @@ class Simulation:
         servers: number of servers. The first one coordinates.
         steps: optimizer steps per worker and epoch, if data are not leased.
         epochs: number of epochs; each ends with a sync point.
-        exchange: when and how to exchange: settings of :class:`~lightning_asgd.ASGDStrategy` by name (``nsync``,
-            ``nfetch``, ``npush``, ``algorithm``, ``scale``, ``overlap``, ``max_offline_steps``).
+        exchange: when and how to exchange: arguments of :class:`~lightning_asgd.ASGDStrategy` by name (``nsync``,
+            ``algorithm``, ``compression``, ``advanced``).
         optimizer: makes a worker's own optimizer; None for ``SGD(lr=0.1)``.
         speed: how long steps take: of every worker, or one per worker.
         network: the links.
@@ -185,13 +187,8 @@ class Simulation:
         return speeds
 
     def _config(self) -> ExchangeConfig:
-        known = {f.name for f in fields(ExchangeConfig)} - {"timeouts", "auto", "restarted"} | {"nsync", "scale"}
-        unknown = set(self.exchange) - known
-        if unknown:
-            raise ConfigurationError(
-                f"exchange={self.exchange!r} has the unknown settings {sorted(unknown)}. Expected some of "
-                f"{sorted(known)}."
-            )
+        for name in set(self.exchange) - set(_EXCHANGE):
+            refuse(name, self.exchange[name], _EXCHANGE)
         config = ExchangeConfig.create(**self.exchange)
         if config.restarted:
             raise ConfigurationError(

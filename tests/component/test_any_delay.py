@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
 from lightning_asgd.algorithms.base import Algorithm, Payload
 from lightning_asgd.layout import build_layout
@@ -215,7 +216,10 @@ def run_of_workers(seed: int, late: Iterator[int]) -> list[bytes]:
     """The weights of two workers after every fetch of all, and in the end."""
     random = Random(f"workers {seed}")
     seen = []
-    rules = {"nsync": 1, "npush": random.choice((1, 2)), "nfetch": random.choice((1, 2)), "max_offline_steps": 10**6}
+    rules = {
+        "nsync": 1,
+        "advanced": Advanced(npush=random.choice((1, 2)), nfetch=random.choice((1, 2)), max_offline_steps=10**6),
+    }
     algorithm = ALGORITHMS[seed % len(ALGORITHMS)]
     shared = CAN_SHARE and seed % 3 > 0
     cluster = Cluster(random.choice((1, 2)), 2)

@@ -696,7 +696,7 @@ def test_too_few_workers_end_the_session() -> None:
     assert c.leave(2, "killed") == []
     (error,) = errors(c.leave(1, "killed too")).values()
     assert isinstance(error, WorkerLostError)
-    assert "Worker 1 is lost (killed too). 1 are left, but min_workers=2. Start the job again" in str(error)
+    assert "Worker 1 is lost (killed too). 1 are left, but Advanced.min_workers=2. Start the job again" in str(error)
     with pytest.raises(WorkerLostError, match="min_workers=2"):
         c.members.check(0)
     (error,) = errors(c.contribute(say(0, 2), 0.0)).values()
@@ -715,7 +715,7 @@ def test_too_few_workers_end_the_session_only_if_the_others_are_heard(last: floa
     assert not c.members.aborted
     c = watched(3, min_workers=2)
     pass_time(c, 30, 0)
-    assert "1 are left, but min_workers=2" in c.members.aborted
+    assert "1 are left, but Advanced.min_workers=2" in c.members.aborted
 
 
 def test_orderly_leaving_ends_nothing() -> None:

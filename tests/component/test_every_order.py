@@ -33,6 +33,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
@@ -203,7 +204,7 @@ class World:
         self.fetched: dict[int, torch.Tensor] = {}
         self.weights = [torch.zeros(plan.servers * plan.workers * plan.pushes) for _ in range(plan.workers)]
         self.layout = build_layout([("w", self.weights[0])], plan.servers)
-        self.config = ExchangeConfig.create(nsync=1, algorithm=ASGD("sum"), overlap=False)
+        self.config = ExchangeConfig.create(nsync=1, algorithm=ASGD("sum"), advanced=Advanced(overlap=False))
 
     def serve(self, *, succeeds: bool = False) -> Server:
         run = "s" if self.plan.comes else ""

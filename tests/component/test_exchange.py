@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import (
     ASGD,
     EASGD,
@@ -86,7 +87,7 @@ def pushes(transport: ScriptedTransport, server: int = 0) -> list[Exchange]:
 def test_who_goes_on_after_a_flush_fetches_first_where_servers_are_restored() -> None:
     """Else there could be two pushes that no fetch has followed, and no telling what a lost server's weights held."""
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=10, scale="sum")
+    worker = Worker(cluster, nsync=10, algorithm=ASGD("sum"))
     for remembers in (False, True):
         worker.exchanger.channels[0].replica.remembers = remembers
         worker.train(1.0)
@@ -114,7 +115,7 @@ def test_an_exchange_starts_every_nsync_steps(nsync: int, steps: int, expected: 
 @pytest.mark.parametrize(("nfetch", "npush"), [(2, 3), (3, 2), (1, 4), (4, 1), (6, 2)])
 def test_fetches_and_pushes_keep_their_own_rhythm(nfetch: int, npush: int) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=1, nfetch=nfetch, npush=npush, scale="sum")
+    worker = Worker(cluster, nsync=1, advanced=Advanced(nfetch=nfetch, npush=npush), algorithm=ASGD("sum"))
     transport.log.clear()
     for _ in range(12):
         worker.step(1.0)
@@ -147,7 +148,7 @@ def test_pushes_are_numbered_from_one() -> None:
 
 def test_one_exchange_is_in_flight_and_the_rest_is_put_off() -> None:
     cluster, transport = scripted(servers=2)
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     transport.hold()
     for _ in range(7):
         worker.step(1.0)
@@ -179,7 +180,7 @@ def test_an_answer_counts_once_all_servers_have_answered() -> None:
 
 def test_a_worker_waits_after_so_many_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=2, max_offline_steps=5, scale="sum")
+    worker = Worker(cluster, nsync=2, advanced=Advanced(max_offline_steps=5), algorithm=ASGD("sum"))
     transport.hold()
     waits = Waits(monkeypatch, transport)
     for _ in range(6):
@@ -220,7 +221,7 @@ def far(left_s: float, **settings: Any) -> tuple[Worker, Left, ScriptedTransport
 
 
 def test_no_exchange_begins_that_the_next_sync_point_would_have_to_wait_for() -> None:
-    worker, data, transport, train = far(100.0, scale="sum")
+    worker, data, transport, train = far(100.0, algorithm=ASGD("sum"))
     assert len(transport.log) == 1
     data.left_s = 1.9
     for _ in range(3):
@@ -258,7 +259,9 @@ def test_one_exchange_that_took_very_long_does_not_put_the_next_off() -> None:
     assert len(transport.log) == 1
 
 
-@pytest.mark.parametrize("settings", [{"max_offline_steps": 3}, {"algorithm": ASGD(transforms=[StaleSynchronous(2)])}])
+@pytest.mark.parametrize(
+    "settings", [{"advanced": Advanced(max_offline_steps=3)}, {"algorithm": ASGD(transforms=[StaleSynchronous(2)])}]
+)
 def test_an_exchange_begins_also_late_if_it_must(settings: dict[str, Any]) -> None:
     _, data, transport, train = far(100.0, **settings)
     before, data.left_s = len(transport.log), 0.0
@@ -281,7 +284,7 @@ def test_an_exchange_that_took_very_long_is_not_the_last_before_a_sync_point() -
 
 def test_without_overlap_every_exchange_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=2, overlap=False)
+    worker = Worker(cluster, nsync=2, advanced=Advanced(overlap=False))
     transport.hold()
     waits = Waits(monkeypatch, transport)
     for step in range(1, 7):
@@ -304,7 +307,7 @@ def someone_else_pushes(cluster: Cluster, value: float, seq: int = 1, rank: int 
 
 def test_steps_taken_during_an_exchange_are_kept_and_pushed_next() -> None:
     cluster, transport = scripted(workers=2)
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     transport.hold()
     worker.step(1.0)
     worker.step(1.0)
@@ -323,7 +326,9 @@ def test_steps_taken_during_an_exchange_are_kept_and_pushed_next() -> None:
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
 def test_a_worker_is_one_step_of_the_others_ahead_and_pushes_what_it_trains(shared: bool) -> None:
     cluster = Cluster(workers=2)
-    worker, other = (Worker(cluster, rank, nsync=2, overlap=False, shared=shared) for rank in range(2))
+    worker, other = (
+        Worker(cluster, rank, nsync=2, advanced=Advanced(overlap=False), shared=shared) for rank in range(2)
+    )
     for _ in range(2):
         worker.step(1.0)
     assert bits(worker.w) == bits(torch.full((4,), 1.0 + 0.5))  # half of two steps, and half a step
@@ -338,7 +343,7 @@ def test_a_worker_is_one_step_of_the_others_ahead_and_pushes_what_it_trains(shar
 
 def test_without_overlap_the_answer_is_taken_as_it_is() -> None:
     cluster = Cluster(workers=2)
-    worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("mean"), advanced=Advanced(overlap=False))
     someone_else_pushes(cluster, 8.0)
     worker.step(1.0)
     assert worker.w.tolist() == [4.0 + 0.5 + 0.5] * 4  # half of both pushes, and what the other one adds in a step
@@ -346,7 +351,7 @@ def test_without_overlap_the_answer_is_taken_as_it_is() -> None:
 
 def test_an_answer_that_comes_before_the_next_step_is_taken_as_it_is() -> None:
     cluster, transport = scripted(workers=2)
-    worker = Worker(cluster, nsync=1, scale=1e-6)
+    worker = Worker(cluster, nsync=1, algorithm=ASGD(1e-6))
     transport.hold()
     worker.step(0.3)
     x = worker.w.clone()
@@ -360,7 +365,7 @@ def test_an_answer_that_comes_before_the_next_step_is_taken_as_it_is() -> None:
 
 def test_flush_pushes_what_was_trained_since() -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=5, scale="sum")
+    worker = Worker(cluster, nsync=5, algorithm=ASGD("sum"))
     for _ in range(7):
         worker.step(1.0)
     run(worker.exchanger.flush())
@@ -374,7 +379,7 @@ def test_flush_pushes_what_was_trained_since() -> None:
 
 def test_flush_waits_for_the_exchange_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, transport = scripted(servers=2)
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     transport.hold()
     waits = Waits(monkeypatch, transport)
     for _ in range(3):
@@ -388,7 +393,7 @@ def test_flush_waits_for_the_exchange_under_way(monkeypatch: pytest.MonkeyPatch)
 
 def test_fetch_takes_the_servers_weights_and_forgets_what_was_not_flushed() -> None:
     cluster = Cluster(2, 2)
-    worker = Worker(cluster, nsync=10, scale="sum")
+    worker = Worker(cluster, nsync=10, algorithm=ASGD("sum"))
     worker.step(1.0)
     assert worker.exchanger.moved
     someone_else_pushes(cluster, 5.0)
@@ -400,7 +405,7 @@ def test_fetch_takes_the_servers_weights_and_forgets_what_was_not_flushed() -> N
 
 def test_what_was_not_flushed_is_not_pushed_after_a_fetch() -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=10, scale="sum")
+    worker = Worker(cluster, nsync=10, algorithm=ASGD("sum"))
     worker.step(1.0)
     run(worker.exchanger.fetch())
     worker.step(2.0)
@@ -411,7 +416,7 @@ def test_what_was_not_flushed_is_not_pushed_after_a_fetch() -> None:
 
 def test_peek_reads_the_servers_weights_and_changes_nothing() -> None:
     cluster = Cluster(2, 2)
-    worker = Worker(cluster, nsync=10, scale="sum")
+    worker = Worker(cluster, nsync=10, algorithm=ASGD("sum"))
     worker.step(1.0)
     someone_else_pushes(cluster, 5.0)
     assert worker.exchanger.peek()["w"].tolist() == [5.0] * 4
@@ -424,7 +429,7 @@ def test_peek_reads_the_servers_weights_and_changes_nothing() -> None:
 def test_peek_ends_the_exchange_under_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
     # The transport refuses a second message to a server that has not answered the first: it would use its buffers.
     cluster, transport = scripted(servers=2, workers=2)
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     transport.hold()
     Waits(monkeypatch, transport)
     for _ in range(3):
@@ -438,7 +443,7 @@ def test_peek_ends_the_exchange_under_way_first(monkeypatch: pytest.MonkeyPatch)
 @NEEDS_SHARED_MEMORY
 def test_nothing_but_the_verdict_travels_where_memory_is_shared() -> None:
     cluster, transport = scripted(servers=2)
-    worker = Worker(cluster, nsync=1, scale="sum", shared=True)
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("sum"), shared=True)
     for _ in range(3):
         worker.step(1.0)
     run(worker.exchanger.flush())
@@ -486,7 +491,7 @@ def test_a_message_is_never_changed_while_it_is_sent() -> None:
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
 def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad: float, shared: bool) -> None:
     cluster = Cluster(2, 2)
-    worker = Worker(cluster, nsync=1, scale="sum", overlap=overlap, shared=shared)
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("sum"), advanced=Advanced(overlap=overlap), shared=shared)
     someone_else_pushes(cluster, 5.0)
     worker.step(torch.tensor([1.0, bad, bad, 1.0]))  # half of it on each server
     run(worker.exchanger.advance())
@@ -504,7 +509,7 @@ def test_a_refused_update_is_replaced_by_the_servers_weights(overlap: bool, bad:
 
 def test_steps_taken_on_top_of_a_refused_update_are_forgotten() -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=1, scale="sum")
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("sum"))
     transport.hold()
     worker.step(math.nan)
     worker.step(1.0)
@@ -520,7 +525,7 @@ def test_steps_taken_on_top_of_a_refused_update_are_forgotten() -> None:
 
 def test_after_a_refusal_nothing_is_left_to_push() -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     transport.hold()
     worker.step(math.nan)
     worker.step(1.0)
@@ -539,7 +544,7 @@ def test_after_a_refusal_nothing_is_left_to_push() -> None:
 
 def test_a_push_alone_that_is_refused_brings_the_servers_weights_too() -> None:
     cluster = Cluster()
-    worker = Worker(cluster, nsync=1, nfetch=100, scale="sum")
+    worker = Worker(cluster, nsync=1, advanced=Advanced(nfetch=100), algorithm=ASGD("sum"))
     worker.step(1.0)
     worker.step(math.nan)
     run(worker.exchanger.advance())
@@ -549,7 +554,7 @@ def test_a_push_alone_that_is_refused_brings_the_servers_weights_too() -> None:
 
 
 def test_an_update_refused_at_the_last_flush_is_replaced_too() -> None:
-    worker = Worker(Cluster(), nsync=10, scale="sum")
+    worker = Worker(Cluster(), nsync=10, algorithm=ASGD("sum"))
     worker.step(math.inf)
     run(worker.exchanger.flush())
     run(worker.exchanger.fetch())
@@ -595,7 +600,7 @@ def test_closing_forgets_the_exchange_under_way() -> None:
 
 def test_records_tell_versions_staleness_bytes_and_times() -> None:
     cluster, transport = scripted(servers=2, workers=2)
-    worker = Worker(cluster, nsync=2, scale="sum", clock=Clock())
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"), clock=Clock())
     someone_else_pushes(cluster, 1.0, seq=1)
     someone_else_pushes(cluster, 1.0, seq=2)
     transport.hold()
@@ -616,7 +621,7 @@ def test_records_tell_versions_staleness_bytes_and_times() -> None:
 
 
 def test_a_push_or_a_fetch_alone_counts_its_bytes_alone() -> None:
-    worker = Worker(Cluster(), nsync=1, nfetch=3, npush=2)
+    worker = Worker(Cluster(), nsync=1, advanced=Advanced(nfetch=3, npush=2))
     for _ in range(5):
         worker.step(1.0)
     run(worker.exchanger.advance())
@@ -627,7 +632,10 @@ def test_a_push_or_a_fetch_alone_counts_its_bytes_alone() -> None:
 
 def test_the_distance_to_the_servers_is_measured_now_and_then_and_only_if_wanted() -> None:
     cluster, clock = Cluster(workers=2), Clock()
-    blind, worker = Worker(cluster, 0, nsync=1, scale="sum"), Worker(cluster, 1, nsync=1, measure=True, clock=clock)
+    blind, worker = (
+        Worker(cluster, 0, nsync=1, algorithm=ASGD("sum")),
+        Worker(cluster, 1, nsync=1, measure=True, clock=clock),
+    )
     blind.step(3.0)  # a push of 3
     distances = []
     for _ in range(3):
@@ -647,7 +655,7 @@ def test_the_distance_to_the_servers_is_measured_now_and_then_and_only_if_wanted
 
 
 def test_a_push_is_as_stale_as_the_weights_it_was_trained_from() -> None:
-    worker = Worker(Cluster(), nsync=1, nfetch=3)
+    worker = Worker(Cluster(), nsync=1, advanced=Advanced(nfetch=3))
     for _ in range(6):
         worker.step(1.0)
     run(worker.exchanger.advance())
@@ -712,7 +720,11 @@ def test_every_script_gives_the_bits_of_the_single_threaded_reference(
     shared: bool,
 ) -> None:
     cluster = Cluster(servers, workers)
-    rules = {"nsync": 1, "nfetch": nfetch, "npush": npush, "scale": scale, "max_offline_steps": 10**6}
+    rules = {
+        "nsync": 1,
+        "advanced": Advanced(nfetch=nfetch, npush=npush, max_offline_steps=10**6),
+        "algorithm": ASGD(scale),
+    }
     team = [Scripted(cluster, rank, shared=shared, **rules) for rank in range(workers)]
     bounds = [slice(*layout_of_floats(N, servers).bounds(s, 0)) for s in range(servers)]
     factor = 1.0 if scale == "sum" else float(scale)
@@ -804,7 +816,9 @@ def test_one_worker_is_sequential_sgd(servers: int, scale: str) -> None:
     start, target = torch.randn(50), torch.randn(50) + 3.0
     alone, through = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     train(alone, target, 60, None)
-    exchanger = Cluster(servers).enter(0, {"w": through.data}, nsync=1, overlap=False, scale=scale)
+    exchanger = Cluster(servers).enter(
+        0, {"w": through.data}, nsync=1, advanced=Advanced(overlap=False), algorithm=ASGD(scale)
+    )
     train(through, target, 60, exchanger)
     assert exchanger.stats.exchanges == 60
     assert bits(alone.data) == bits(through.data)
@@ -855,10 +869,10 @@ class Lone:
 @pytest.mark.parametrize(
     "rules",
     [
-        {"nsync": 1, "overlap": False},
+        {"nsync": 1, "advanced": Advanced(overlap=False)},
         {"nsync": 3},
-        {"nsync": 4, "scale": "sum"},
-        {"nsync": 2, "nfetch": 5},
+        {"nsync": 4, "algorithm": ASGD("sum")},
+        {"nsync": 2, "advanced": Advanced(nfetch=5)},
         {"algorithm": ASGD(transforms=[StaleSynchronous(1)]), "nsync": 2},
         {"algorithm": ASGD(transforms=[SoftSync()]), "nsync": 2},
         {"algorithm": "local_sgd", "nsync": 3},
@@ -871,7 +885,7 @@ def test_a_worker_alone_keeps_its_own_bits(servers: int, shared: bool, rules: di
     for step in range(80):
         if step % 37 == 0:
             run(lone.exchanger.begin())
-        if rules.get("overlap") is not False and "algorithm" not in rules:
+        if rules["nsync"] > 1 and rules.get("algorithm", ASGD("sum")) == ASGD("sum"):
             lone.wire.hold()  # answers come some steps later
             if late.random() < 0.4:
                 lone.wire.deliver()
@@ -894,7 +908,7 @@ def test_a_worker_alone_keeps_its_own_bits(servers: int, shared: bool, rules: di
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_a_refused_update_of_a_worker_alone_is_thrown_away(servers: int, compression: str | None) -> None:
-    worker = Worker(Cluster(servers), nsync=1, overlap=False, compression=compression)
+    worker = Worker(Cluster(servers), nsync=1, advanced=Advanced(overlap=False), compression=compression)
     worker.step(1.0)
     worker.step(math.nan)
     assert worker.w.tolist() == [1.0] * 4
@@ -909,8 +923,8 @@ def test_a_refused_update_of_a_worker_alone_is_thrown_away(servers: int, compres
 @pytest.mark.parametrize("held", [0, 2, 3])
 def test_catching_up_brings_the_servers_weights_with_all_steps(overlap: bool, held: int) -> None:
     cluster, transport = scripted(servers=2, workers=2)
-    worker = Worker(cluster, nsync=2, scale="sum", overlap=overlap)
-    other = Worker(cluster, 1, nsync=1, scale="sum", overlap=False)
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"), advanced=Advanced(overlap=overlap))
+    other = Worker(cluster, 1, nsync=1, algorithm=ASGD("sum"), advanced=Advanced(overlap=False))
     other.step(0.75)
     for step in range(3):
         if overlap and step + 1 == held:
@@ -925,13 +939,13 @@ def test_catching_up_brings_the_servers_weights_with_all_steps(overlap: bool, he
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHARED_MEMORY)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("rules", [{}, {"nfetch": 4}, {"compression": "bf16"}], ids=str)
+@pytest.mark.parametrize("rules", [{}, {"advanced": Advanced(nfetch=4)}, {"compression": "bf16"}], ids=str)
 def test_catching_up_with_other_weights_in_the_module_loses_no_update(
     rules: dict[str, Any], steps: int, shared: bool
 ) -> None:
     cluster, transport = scripted(servers=2, workers=2)
-    worker = Worker(cluster, nsync=2, scale="sum", shared=shared, **rules)
-    other = Worker(cluster, 1, nsync=1, scale="sum", overlap=False)
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"), shared=shared, **rules)
+    other = Worker(cluster, 1, nsync=1, algorithm=ASGD("sum"), advanced=Advanced(overlap=False))
     for _ in range(steps):
         worker.step(0.25)
     other.step(1.0)
@@ -961,7 +975,9 @@ def test_catching_up_twice_before_the_answer_is_merged_finds_the_same() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_worker_alone_takes_the_weights_that_the_servers_optimizer_has_made(overlap: bool) -> None:
     start = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    worker = Worker(Cluster(3), 0, start.tolist(), nsync=1, overlap=overlap, algorithm=Downpour(lr=0.1))
+    worker = Worker(
+        Cluster(3), 0, start.tolist(), nsync=1, advanced=Advanced(overlap=overlap), algorithm=Downpour(lr=0.1)
+    )
     for step in range(20):
         worker.w.grad = change(step).repeat(10)
         worker.step(0.01 * worker.w.grad)
@@ -999,7 +1015,7 @@ WAITING = [ASGD("sum", transforms=[StaleSynchronous(0)]), LocalSGD(), StreamingD
 @pytest.mark.parametrize("algorithm", WAITING, ids=lambda a: type(a).__name__)
 def test_catching_up_waits_for_nobody_and_leaves_the_rounds_as_they_are(algorithm: Algorithm, overlap: bool) -> None:
     cluster, transport = scripted(workers=2)
-    worker = Worker(cluster, nsync=4, algorithm=algorithm, overlap=overlap)
+    worker = Worker(cluster, nsync=4, algorithm=algorithm, advanced=Advanced(overlap=overlap))
     for _ in range(3):
         worker.train(1.0)
         before = len(pushes(transport))
@@ -1063,7 +1079,7 @@ def test_workers_train_on_while_a_round_lacks_its_quorum_and_a_clock_ends_its_gr
 
 def test_workers_who_leave_are_left_out_of_the_mean() -> None:
     cluster = Cluster(1, 2)
-    worker = Worker(cluster, nsync=1, scale="mean", overlap=False)
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("mean"), advanced=Advanced(overlap=False))
     worker.step(4.0)
     assert worker.exchanger.peek()["w"].tolist() == [2.0] * 4
     cluster.services[0].handle(Leave(SESSION, 1, "killed"))
@@ -1081,7 +1097,7 @@ CODES = ["bf16", "fp16", "int8", "topk"]
 def test_compressed_exchanges_bring_everything_in_the_end(compression: str, servers: int) -> None:
     cluster = Cluster(servers, 2)
     n, generator = 3000, torch.Generator().manual_seed(0)
-    settings = {"nsync": 1, "scale": "sum", "compression": compression}
+    settings = {"nsync": 1, "algorithm": ASGD("sum"), "compression": compression}
     workers = [Worker(cluster, rank, [0.0] * n, **settings) for rank in (0, 1)]
     total = torch.zeros(n)
     for _ in range(5):
@@ -1122,7 +1138,7 @@ def test_statistics_count_the_bytes_that_were_sent(compression: str) -> None:
 @pytest.mark.parametrize("away", [False, True], ids=["", "one comes back before"])
 def test_workers_near_and_far_take_the_same_bits_at_sync_points(compression: str, away: bool) -> None:
     cluster, generator = Cluster(2, 3), torch.Generator().manual_seed(0)
-    settings = {"nsync": 2, "scale": "sum", "compression": compression}
+    settings = {"nsync": 2, "algorithm": ASGD("sum"), "compression": compression}
     near = [Worker(cluster, 0, [1.0] * 999, shared=True, **settings)]
     far = [Worker(cluster, rank, [2.0] * 999, **settings) for rank in (1, 2)]
     workers = [*near, *far]
@@ -1184,7 +1200,7 @@ def test_a_refused_update_leaves_nothing_behind(compression: str) -> None:
 def trained_with_4_bits(disturb: Callable[[Worker, Cluster], None]) -> tuple[torch.Tensor, torch.Tensor]:
     """The change that was made in one step, and the weights after many more; between them something happens."""
     cluster = Cluster(2)
-    worker = Worker(cluster, 0, [0.0] * 500, nsync=1, scale="sum", compression="4bit")
+    worker = Worker(cluster, 0, [0.0] * 500, nsync=1, algorithm=ASGD("sum"), compression="4bit")
     change = torch.randn(500, generator=torch.Generator().manual_seed(0))
     worker.step(change)
     run(worker.exchanger.flush())
@@ -1235,7 +1251,7 @@ def test_what_a_code_keeps_back_survives_that_a_worker_was_away() -> None:
 
 
 def test_a_look_at_the_weights_does_not_disturb_what_both_ends_know() -> None:
-    worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, scale="sum", compression="int8")
+    worker = Worker(Cluster(), 0, [0.0] * 500, nsync=1, algorithm=ASGD("sum"), compression="int8")
     total = torch.zeros(500)
     for seed in range(20):
         change = torch.randn(500, generator=torch.Generator().manual_seed(seed))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_asgd import Advanced
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ServerLostError
 from lightning_asgd.islands import part_exchange as part_exchange_module
@@ -72,7 +73,9 @@ class Islands(World):
         self.modules = [[torch.nn.Module() for _ in range(size)] for size in sizes]
         for module in itertools.chain(*self.modules):
             module.w = torch.nn.Parameter(torch.zeros(weights))
-        self.overlapping = ExchangeConfig.create(nsync=1, algorithm=self.config.algorithm, overlap=True)
+        self.overlapping = ExchangeConfig.create(
+            nsync=1, algorithm=self.config.algorithm, advanced=Advanced(overlap=True)
+        )
 
     def run(self, choose: Choose) -> None:
         for rank, size in enumerate(self.sizes):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.islands.island_group import peer_has_ended
@@ -279,7 +280,7 @@ def step(module: torch.nn.Module, island: IslandSynchronizer) -> None:
 
 def test_a_push_that_one_server_rejects_is_sent_there_again_with_its_parts() -> None:
     cluster = Cluster(servers=2, workers=2)
-    module, island = enter(cluster, OneProcess(), nsync=1, overlap=False)
+    module, island = enter(cluster, OneProcess(), nsync=1, advanced=Advanced(overlap=False))
     sessions = [service.session for service in cluster.services]
     assert sessions[1] is not None
     sessions[1].members.fenced.add(0)  # server 0 has heard of it, and takes the push

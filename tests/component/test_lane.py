@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
 from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.layout import build_layout
@@ -99,7 +100,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_update_is_sent_after_the_step_in_which_it_has_arrived(late: None) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=4, scale="sum")
+    worker = Worker(cluster, nsync=4, algorithm=ASGD("sum"))
     sent = []
     for _ in range(10):
         worker.step(1.0)
@@ -117,7 +118,7 @@ def test_an_update_is_sent_after_the_step_in_which_it_has_arrived(late: None) ->
 
 def test_an_exchange_that_falls_due_while_an_update_is_on_its_way_is_put_off(late: None) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=1, scale="sum")
+    worker = Worker(cluster, nsync=1, algorithm=ASGD("sum"))
     for _ in range(3):
         worker.step(1.0)
     assert [m.update[0].tolist() for m in pushes(transport)] == [[1.0] * 4]
@@ -128,7 +129,7 @@ def test_an_exchange_that_falls_due_while_an_update_is_on_its_way_is_put_off(lat
 def test_nobody_waits_longer_for_an_update_on_its_way_than_for_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "lane_for", lambda _: LateLane(100))
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=2, max_offline_steps=5, scale="sum")
+    worker = Worker(cluster, nsync=2, advanced=Advanced(max_offline_steps=5), algorithm=ASGD("sum"))
     for _ in range(7):
         worker.step(1.0)
     assert [m.update[0].tolist() for m in pushes(transport)] == [[2.0] * 4]
@@ -138,7 +139,7 @@ def test_nobody_waits_longer_for_an_update_on_its_way_than_for_any_other(monkeyp
 
 def test_what_is_on_its_way_is_lost_with_all_that_was_not_applied_when_a_worker_was_away(late: None) -> None:
     cluster, transport = scripted()
-    worker = Worker(cluster, nsync=2, scale="sum")
+    worker = Worker(cluster, nsync=2, algorithm=ASGD("sum"))
     for _ in range(2):
         worker.step(1.0)
     run(worker.exchanger.come_back())
@@ -154,7 +155,7 @@ def test_what_is_on_its_way_is_lost_with_all_that_was_not_applied_when_a_worker_
 @NEEDS_SHARED_MEMORY
 def test_a_checkpoint_within_an_epoch_waits_for_the_answer_that_the_device_still_reads(late: None) -> None:
     cluster = Cluster(1, 2)
-    first, second = (Worker(cluster, rank, nsync=1, scale="sum", shared=True) for rank in range(2))
+    first, second = (Worker(cluster, rank, nsync=1, algorithm=ASGD("sum"), shared=True) for rank in range(2))
     first.step(1.0)
     for _ in range(2):
         run(first.exchanger.advance())  # it is sent, answered, and its answer merged
@@ -202,7 +203,11 @@ def test_every_step_is_in_the_weights_once_and_nobody_else_is_where_the_device_r
     lanes = iter(looks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "lane_for", lambda _: LateLane(next(lanes)))
-        rules = {"nsync": 1, "npush": npush, "nfetch": nfetch, "algorithm": algorithm, "max_offline_steps": 10**6}
+        rules = {
+            "nsync": 1,
+            "advanced": Advanced(npush=npush, nfetch=nfetch, max_offline_steps=10**6),
+            "algorithm": algorithm,
+        }
         team = [Scripted(cluster, rank, shared=shared, **rules) for rank in range(3)]
     for worker in team:
         worker.w.requires_grad_()

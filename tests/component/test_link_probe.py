@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import Layout
@@ -162,7 +163,7 @@ def test_a_code_that_finds_nothing_to_compress_says_so(caplog: pytest.LogCapture
 def test_a_worker_sets_up_with_what_it_has_chosen(speed: float | None) -> None:
     cluster, cables, client = joined(speed)
     module = torch.nn.Linear(300, 300)
-    config = ExchangeConfig.create(nsync=1, overlap=False, compression="auto")
+    config = ExchangeConfig.create(nsync=1, advanced=Advanced(overlap=False), compression="auto")
     synchronizer = set_up(client, Collectives(), module, config)
     run(synchronizer.begin())
     for _ in range(2):

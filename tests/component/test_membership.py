@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, Algorithm, Downpour
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import WorkerLostError
@@ -165,7 +166,9 @@ class World:
         self.wire = Wire(self.services)
         self.turns = Turns(seed, self.asleep)
         self.config = ExchangeConfig.create(
-            nsync=self.turns.random.randint(1, 3), algorithm=self.algorithm, overlap=self.turns.random.random() < 0.5
+            nsync=self.turns.random.randint(1, 3),
+            algorithm=self.algorithm,
+            advanced=Advanced(overlap=self.turns.random.random() < 0.5),
         )
         self.weights = [torch.zeros(2 * UNITS) for _ in range(workers)]
         self.shares = self.turns.random.random() < 0.5 and shared_memory.create([]) is not None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_asgd import AsyncSGD, process_name
+from lightning_asgd import Advanced, AsyncSGD, process_name
 from lightning_asgd.algorithms import LocalSGD, WarmStart
 from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
 from lightning_asgd.loop import loop_member
@@ -758,8 +758,8 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         AsyncSGD(model, optimizer, algorithm="local_sgd", nsync="restarted")
     with pytest.raises(ConfigurationError, match=r"^total_steps=9 was given without nsync='restarted'\."):
         AsyncSGD(model, optimizer, total_steps=9)
-    with pytest.raises(ConfigurationError, match=r"^units='words'\. Expected 'samples'"):
-        AsyncSGD(model, optimizer, units="words")
+    with pytest.raises(ConfigurationError, match=r"^Advanced.units='words'\. Expected 'samples'"):
+        AsyncSGD(model, optimizer, advanced=Advanced(units="words"))
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given the optimizer int\. Expected torch"):
         elastic.worker(model, 3)
     with pytest.raises(ConfigurationError, match=r"^AsyncSGD was given no optimizer\. Expected at least one"):
@@ -859,7 +859,9 @@ def test_batches_are_counted_in_units(elastic: Run) -> None:
         return call(server, message, timeout_s)
 
     elastic.transport.call = seen  # type: ignore[method-assign]
-    model, optimizer, asgd = counting(elastic, units=lambda batch: batch[0].sum(), nsync=1, max_offline_steps=1)
+    model, optimizer, asgd = counting(
+        elastic, advanced=Advanced(units=lambda batch: batch[0].sum(), max_offline_steps=1), nsync=1
+    )
     with asgd:
         for (numbers,) in asgd.batches(numbered(6), batch_size=2):
             with pytest.raises(ConfigurationError, match=r"^count_batch\(\) was called within a pass over batches"):
@@ -873,9 +875,9 @@ def test_batches_are_counted_in_units(elastic: Run) -> None:
 
 
 def test_a_batch_of_the_programs_own_that_is_not_counted_is_named(elastic: Run) -> None:
-    model, optimizer, asgd = counting(elastic, units="samples")
+    model, optimizer, asgd = counting(elastic, advanced=Advanced(units="samples"))
     with (
-        pytest.raises(ConfigurationError, match=r"^units='samples' was given, .* Expected count_batch\(batch\) before"),
+        pytest.raises(ConfigurationError, match=r"^Advanced.units='samples' was given, .*count_batch\(batch\) before"),
         asgd,
     ):
         step(model, optimizer, torch.tensor([4]))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, DiLoCo, Downpour, LocalSGD, ScaleByStaleness, SoftSync
 from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.errors import ConfigurationError, ProtocolError
@@ -51,7 +52,12 @@ def step(exchanger: Exchanger, parameters: dict[str, torch.Tensor], rows: list[i
     exchanger.count_step()
 
 
-SETTINGS = {"nsync": 1, "overlap": False, "algorithm": ASGD("sum")}
+SETTINGS = {"nsync": 1, "advanced": Advanced(overlap=False), "algorithm": ASGD("sum")}
+
+
+def rarely(nfetch: int) -> dict[str, Any]:
+    """Settings with few fetches."""
+    return {**SETTINGS, "advanced": Advanced(overlap=False, nfetch=nfetch)}
 
 
 @given(
@@ -173,7 +179,7 @@ def tall() -> dict[str, torch.Tensor]:
 def test_a_gradient_may_come_before_an_answer_and_its_step_after_it() -> None:
     """As with accumulated gradients: an answer that is merged in between must not make the rows forgotten."""
     cluster, parameters = Cluster(1, workers=1), tall()
-    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "overlap": True})
+    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "advanced": Advanced(overlap=True)})
     step(worker, parameters, [0], 1.0)
     run(worker.advance())
     torch.nn.functional.embedding(torch.tensor([4000]), parameters["table"], sparse=True).sum().backward()
@@ -213,7 +219,7 @@ def test_a_parameter_that_is_replaced_is_compared_on_every_server() -> None:
 
 def test_pushes_without_a_fetch_are_remembered_once() -> None:
     cluster, parameters = Cluster(1, workers=1), module()
-    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "nfetch": 100})
+    worker = cluster.enter(0, parameters, tables=("table",), **rarely(100))
     replica = worker.channels[0].replica
     for _ in range(20):
         step(worker, parameters, [1, 2, 3], 1.0)
@@ -283,7 +289,7 @@ def test_a_push_that_is_refused_leaves_the_worker_with_the_servers_rows() -> Non
 
 def test_what_a_worker_fetched_last_is_known_after_pushes() -> None:
     cluster, parameters = Cluster(2, workers=1), module()
-    worker = cluster.enter(0, parameters, tables=("table",), **{**SETTINGS, "nfetch": 3})
+    worker = cluster.enter(0, parameters, tables=("table",), **rarely(3))
     replica = worker.channels[0].replica
     before = parameters["table"].detach().clone()
     for rows in ([1, 30], [2, 30]):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_asgd import Advanced
 from lightning_asgd.algorithms import DynamicSteps, StreamingDiLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.layout import build_layout
@@ -73,7 +74,7 @@ def train(workers: list[Worker], away: int = 0, bad: int = 0) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 def test_workers_with_periods_of_their_own_do_not_wait_for_each_other(overlap: bool, away: int) -> None:
     rule = StreamingDiLoCo(parts=2, momentum=0.0, lr=1.0, alpha=0.0, transforms=[DynamicSteps()])
-    config = ExchangeConfig.create(nsync=8, overlap=overlap, algorithm=rule)
+    config = ExchangeConfig.create(nsync=8, advanced=Advanced(overlap=overlap), algorithm=rule)
     cluster = Cluster(1, 2)
     workers = [Worker(cluster, rank, step_s, config) for rank, step_s in enumerate([1.0, 4.0])]
     for _ in range(2):  # intervals
@@ -88,7 +89,7 @@ def test_workers_with_periods_of_their_own_do_not_wait_for_each_other(overlap: b
 @pytest.mark.parametrize("overlap", [False, True], ids=["waits", "overlaps"])
 def test_a_fragment_that_is_refused_is_pushed_next(overlap: bool, bad: int) -> None:
     rule = StreamingDiLoCo(parts=2, momentum=0.0, lr=1.0, alpha=0.0)
-    config = ExchangeConfig.create(nsync=8, overlap=overlap, algorithm=rule)
+    config = ExchangeConfig.create(nsync=8, advanced=Advanced(overlap=overlap), algorithm=rule)
     cluster = Cluster(1, 2)
     workers = [Worker(cluster, rank, 1.0, config) for rank in range(2)]
     train(workers, bad=bad)

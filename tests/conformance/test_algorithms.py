@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise, StreamingDiLoCo
 from lightning_asgd.optim import SGHMC, SGLD
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
@@ -88,7 +88,7 @@ def collect(lab: Lab, elastic: bool) -> dict[str, Any]:
 
     rule = (ElasticSGMCMC if elastic else SGMCMC)(burn_in=4, thin=3, max_samples=3)
     # So no exchange is deferred and no worker trains another one's data: on a busy machine there were too few samples.
-    strategy = ASGDStrategy(nsync=4, algorithm=rule, num_servers=2, overlap=False, data="split")
+    strategy = ASGDStrategy(nsync=4, algorithm=rule, num_servers=2, advanced=Advanced(overlap=False), data="split")
     module = lab.regression(Noisy)
     trainer = lab.fit(module, strategy=strategy, max_epochs=1)
     optimizer = strategy.optimizers[0]
@@ -253,7 +253,9 @@ def test_workers_wait_for_each_other_again_after_two_sync_points_in_a_row(pair: 
 
 
 def stream(lab: Lab) -> dict[str, Any]:
-    strategy = ASGDStrategy(nsync=8, algorithm=StreamingDiLoCo(parts=4, lr=1.0, momentum=0.0), overlap=False)
+    strategy = ASGDStrategy(
+        nsync=8, algorithm=StreamingDiLoCo(parts=4, lr=1.0, momentum=0.0), advanced=Advanced(overlap=False)
+    )
     module = lab.regression()
     lab.fit(module, strategy=strategy, max_epochs=1, limit_train_batches=24)
     records = [r for r in strategy.stats.records if r.local_steps == 8 and r.bytes_fetched]

@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.config import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.timing import TrainingStep
@@ -160,7 +160,7 @@ CUDA: dict[str, Any] = {"marks": [pytest.mark.device, NEEDS_CUDA]}
 @pytest.mark.parametrize("nsync", [1, 5])
 def test_one_worker_trains_as_a_device_does_alone(tmp_path: Path, accelerator: str, offload: bool, nsync: int) -> None:
     trained = []
-    for strategy in ("auto", ASGDStrategy(nsync, offload=offload)):
+    for strategy in ("auto", ASGDStrategy(nsync, advanced=Advanced(offload=offload))):
         pl.seed_everything(1, verbose=False)
         module = Regression()
         about: dict[str, Any] = {"devices": 1, "accelerator": accelerator, "use_distributed_sampler": False}

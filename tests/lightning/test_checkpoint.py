@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint, OnE
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.algorithms import ASGD, Downpour, Hogwild, SoftSync
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
@@ -106,7 +106,7 @@ def test_resuming_with_another_number_of_workers_and_servers(tmp_path: Path) -> 
     saver = ModelCheckpoint(dirpath=tmp_path / "ckpt", save_last=True)
     trainer(tmp_path, strategy(), callbacks=[saver], enable_checkpointing=True).fit(Regression(), loader())
     module = Regression()
-    run = trainer(tmp_path, ASGDStrategy(nsync=3, overlap=False), devices=1, max_epochs=3)
+    run = trainer(tmp_path, ASGDStrategy(nsync=3, advanced=Advanced(overlap=False)), devices=1, max_epochs=3)
     run.fit(module, loader(), ckpt_path=tmp_path / "ckpt" / "last.ckpt")
     assert run.strategy.stats.pushes >= 10
     plain = trainer(tmp_path, "auto", devices=1, max_epochs=3)
@@ -275,7 +275,9 @@ def test_resuming_in_mid_epoch_with_more_steps_and_another_number_of_workers(wor
 def test_resuming_brings_back_what_the_servers_kept(tmp_path: Path) -> None:
     def downpour() -> ASGDStrategy:
         algorithm = Downpour("adagrad", lr=0.01)
-        return ASGDStrategy(nsync=2, num_servers=2, algorithm=algorithm, overlap=False, start_method="fork")
+        return ASGDStrategy(
+            nsync=2, num_servers=2, algorithm=algorithm, advanced=Advanced(overlap=False), start_method="fork"
+        )
 
     class Sums(pl.Callback):
         def note(self, trainer: pl.Trainer, when: str) -> None:
@@ -338,7 +340,7 @@ class Versions(pl.Callback):
 
 def test_a_search_within_a_fit_gives_back_what_the_servers_kept(tmp_path: Path) -> None:
     finder, versions = Finding(), Versions()
-    strategy = ASGDStrategy(nsync=2, algorithm=Downpour("adagrad", lr=0.01), overlap=False)
+    strategy = ASGDStrategy(nsync=2, algorithm=Downpour("adagrad", lr=0.01), advanced=Advanced(overlap=False))
     run = trainer(tmp_path, strategy, devices=1, callbacks=[finder, versions])
     module = Regression()
     run.fit(module, loader())

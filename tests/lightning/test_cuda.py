@@ -19,7 +19,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.shared_device import SharedCUDA
-from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
+from lightning_asgd import Advanced, ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD, Downpour
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of
@@ -146,7 +146,8 @@ def train_downpour(folder: Path, accelerator: str, optimizer: str) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     module = Model(optimizer, SKIPPED)
-    strategy = ASGDStrategy(2, algorithm=Downpour(), overlap=False)  # else it depends on how late answers are
+    advanced = Advanced(overlap=False)  # else it depends on how late answers are
+    strategy = ASGDStrategy(2, algorithm=Downpour(), advanced=advanced)
     how = precise(accelerator, "16-mixed")
     data = loader(batch_size=256).dataset[:]
     before = float(module.loss(data))

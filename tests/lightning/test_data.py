@@ -469,7 +469,7 @@ def test_split_gives_everybody_the_same_number_of_batches(tmp_path: Path) -> Non
     trainer(tmp_path, strategy(data="split"), max_epochs=1).fit(Watching(tmp_path, slow_s=0.005), numbered())
     seen = Seen(tmp_path)
     assert seen.batches(0) == seen.batches(1) == SAMPLES // BATCH // 2
-    with pytest.raises(ValueError, match=r"data='both'. Expected one of 'leases', 'split'"):
+    with pytest.raises(ValueError, match=r"data='both'. Expected 'leases' or 'split'"):
         ASGDStrategy(data="both")
 
 

@@ -19,7 +19,7 @@ import torch
 from pytorch_lightning.plugins.environments import SLURMEnvironment
 from torch import nn
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.adapter import private_names
 from lightning_asgd.adapter.engine_signals import defer_requeueing, heed_engine, requeueing_of
 from lightning_asgd.adapter.fit_session import FitSession
@@ -150,7 +150,7 @@ def test_a_job_s_checkpoint_waits_for_the_end_of_a_batch(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(Replica, "merge", before_first(Replica.merge, come))
     options: dict[str, Any] = {"devices": 1, "max_epochs": 1, "plugins": [SLURMEnvironment()]}
-    run = trainer_of(tmp_path, ASGDStrategy(nsync=2, overlap=False), callbacks=[weights], **options)
+    run = trainer_of(tmp_path, ASGDStrategy(nsync=2, advanced=Advanced(overlap=False)), callbacks=[weights], **options)
     run.fit(Regression(), loader(64))
     (batch,) = came
     assert 0 < batch < 7

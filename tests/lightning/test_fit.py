@@ -12,7 +12,7 @@ import torch
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import nn
 
-from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd import Advanced, ASGDStrategy, Timeouts
 from tests.lightning.models import Recorder, Regression, dataset, digest, loader, trainer
 
 
@@ -76,7 +76,11 @@ def test_ranks_with_different_initial_weights_start_from_those_of_rank_zero(tmp_
 @pytest.mark.parametrize("servers", [1, 3])
 def test_one_worker_follows_the_single_device_strategy_bit_for_bit(tmp_path: Path, servers: int) -> None:
     curves, digests = [], []
-    for strategy in ("auto", ASGDStrategy(nsync=1, overlap=False, num_servers=servers), ASGDStrategy()):
+    for strategy in (
+        "auto",
+        ASGDStrategy(nsync=1, advanced=Advanced(overlap=False), num_servers=servers),
+        ASGDStrategy(),
+    ):
         torch.manual_seed(3)
         module = Regression()
         # Lightning's distributed sampler shuffles whatever the loader says; one worker has nothing to distribute
@@ -118,7 +122,7 @@ def test_several_dtypes_strided_tied_and_frozen_parameters(tmp_path: Path) -> No
 
 
 def test_fit_validate_test_predict_and_fit_again_with_one_trainer(tmp_path: Path) -> None:
-    strategy = ASGDStrategy(nsync=2, overlap=False)
+    strategy = ASGDStrategy(nsync=2, advanced=Advanced(overlap=False))
     run = trainer(tmp_path, strategy, devices=1, max_epochs=1)
     module = Regression()
     run.fit(module, loader(64), loader(32))
@@ -130,7 +134,7 @@ def test_fit_validate_test_predict_and_fit_again_with_one_trainer(tmp_path: Path
     run.fit_loop.max_epochs = 2
     run.fit(module, loader(64))
     assert strategy.stats.pushes >= 4
-    other = trainer(tmp_path, ASGDStrategy(nsync=1, overlap=False), devices=1, max_epochs=1)
+    other = trainer(tmp_path, ASGDStrategy(nsync=1, advanced=Advanced(overlap=False)), devices=1, max_epochs=1)
     other.fit(module, loader(64))
     assert other.strategy.stats.pushes == 8
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from tests.lightning.models import loader
 
 RATE = 1e-3
@@ -50,7 +50,7 @@ def program(package: str, folder: Path, *, manual: bool, gain: bool = True) -> l
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ASGDStrategy(nsync=2, start_method="fork", gain=gain),
+        strategy=ASGDStrategy(nsync=2, start_method="fork", advanced=Advanced(gain=gain)),
         callbacks=[pl.callbacks.LearningRateMonitor("step")],
         logger=pl.loggers.CSVLogger(folder, name="", version=""),
         log_every_n_steps=1,

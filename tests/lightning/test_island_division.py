@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.adapter import world
 from lightning_asgd.adapter.island_division import size_of_islands
 from lightning_asgd.algorithms import LayerWise
@@ -217,7 +217,7 @@ def test_the_size_of_islands() -> None:
         ({"island": 2, "data": "split"}, "data='split' was given with island=2"),
         ({"island": 2, "algorithm": LayerWise()}, "LayerWise was given with island=2. Expected an algorithm without"),
         ({"island": 2, "start_method": "spawn"}, "start_method='spawn' was given with island=2"),
-        ({"island": 2, "min_workers": 2}, "min_workers was given with island=2"),
+        ({"island": 2, "advanced": Advanced(min_workers=2)}, "min_workers was given with island=2"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], text: str) -> None:

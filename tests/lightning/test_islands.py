@@ -20,7 +20,7 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd import Advanced, ASGDStrategy, Timeouts
 from lightning_asgd.adapter import data_mode
 from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
@@ -310,7 +310,7 @@ def test_islands_restore_the_servers_that_are_lost(run: Any) -> None:
 
 def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_it(run: Any) -> None:
     address, started = run
-    options = {"nfetch": 3, "npush": 1}  # the latest pushes are in no reply
+    options = {"advanced": Advanced(nfetch=3, npush=1)}  # the latest pushes are in no reply
     started.start("a", "DDP", address, epochs=EPOCHS, counts=True, options=options)
     started.await_epoch("a", 1)
     servers_of(started.served.pid)[1].kill()

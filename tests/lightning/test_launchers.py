@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.adapter import launchers
 from lightning_asgd.environment import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
@@ -104,7 +104,7 @@ def test_either_lightning_takes_the_strategy_in_any_order_of_imports(
 def test_arguments_are_refused_as_those_of_any_function() -> None:
     with pytest.raises(TypeError, match="find_unused_parameters"):
         ASGDStrategy(find_unused_parameters=True)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"start_method='thread'\. Expected one of popen, spawn, fork"):
+    with pytest.raises(ValueError, match=r"start_method='thread'\. Expected 'popen', 'spawn', 'fork' or 'forkserver'"):
         ASGDStrategy(start_method="thread")
 
 
@@ -121,7 +121,7 @@ class Tuned(ASGDStrategy):
 
 
 def test_a_users_subclass(tmp_path: Path) -> None:
-    strategy = Tuned("hello", nsync=2, overlap=False)
+    strategy = Tuned("hello", nsync=2, advanced=Advanced(overlap=False))
     trainer(tmp_path, strategy, devices=1, max_epochs=1).fit(Regression(), loader(64))
     assert strategy.word == "hello on 0"
     assert strategy.stats.pushes == 4
@@ -162,6 +162,7 @@ trainer:
           scale: sum
           transforms: [{class_path: lightning_asgd.algorithms.DropStale, init_args: {limit: 1000}}]
       timeouts: {collective_s: 60}
+      advanced: {nfetch: 3}
 """
 CLI = """
 from pathlib import Path
@@ -172,7 +173,7 @@ class Model(BoringModel):
     def on_fit_end(self):
         config = self.trainer.strategy.options.config
         # A file each: where Python does not buffer, the other rank's output may cut a printed line in two.
-        Path(f"ended-{self.global_rank}").write_text(f"{config.npush} {config.timeouts.collective_s}")
+        Path(f"ended-{self.global_rank}").write_text(f"{config.npush} {config.nfetch} {config.timeouts.collective_s}")
 
 if __name__ == "__main__":
     LightningCLI(Model, BoringDataModule, save_config_callback=None)
@@ -188,7 +189,7 @@ def test_the_command_line_of_lightning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = {path.name: path.read_text() for path in tmp_path.glob("ended-*")}
-    assert seen == {"ended-0": "2 60.0", "ended-1": "2 60.0"}, done.stdout + done.stderr
+    assert seen == {"ended-0": "2 3 60.0", "ended-1": "2 3 60.0"}, done.stdout + done.stderr
 
 
 CELLS = [

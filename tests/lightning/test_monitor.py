@@ -28,7 +28,7 @@ from lightning_asgd.report.faults import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 
-# Only with units="tokens", with DiLoCo, with Adam, and with served tables.
+# Only with Advanced(units="tokens"), with DiLoCo, with Adam, and with served tables.
 COUNTED = {"tokens_per_s", "outer_gain", "gain", "tables/hits", "tables/age"}
 NAMES = {f"asgd/{name}" for name in set(METRICS) - COUNTED} | {"asgd/workers/alive"}
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_asgd import ASGDStrategy, AsyncSGD, FabricASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy, AsyncSGD, FabricASGDStrategy
 from tests.lightning.models import dataset, digest
 
 EPOCHS = 3
@@ -61,7 +61,7 @@ TOTAL = EPOCHS * 13
 
 def plain_loop() -> str:
     model, optimizer = made()
-    with AsyncSGD(model, optimizer, nsync=2, units="samples") as asgd:
+    with AsyncSGD(model, optimizer, nsync=2, advanced=Advanced(units="samples")) as asgd:
         for _ in asgd.epochs(EPOCHS):
             for batch in asgd.batches(data(), batch_size=BATCH):
                 step(model, optimizer, batch)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.adapter.checkpointing import KEY
-from lightning_asgd.algorithms import Hogwild, LayerWise, LocalSGD
+from lightning_asgd.algorithms import ASGD, Hogwild, LayerWise, LocalSGD
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.conformance import optimization
 from tests.conformance.case import CASES
@@ -147,9 +147,9 @@ def odd(strategy: Any, folder: Path, callbacks: tuple[str, ...] = (), package: s
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "after every step": {"nsync": 1, "overlap": False, "num_servers": 3},
+    "after every step": {"nsync": 1, "advanced": Advanced(overlap=False), "num_servers": 3},
     "auto": {"nsync": "auto"},
-    "fetches and pushes apart": {"npush": 3, "nfetch": 5, "scale": "sum"},
+    "fetches and pushes apart": {"advanced": Advanced(npush=3, nfetch=5), "algorithm": ASGD("sum")},
     "local SGD": {"algorithm": LocalSGD(), "nsync": 5},
     "Hogwild": {"algorithm": Hogwild()},
     "Hogwild with copies": {"algorithm": Hogwild(copies=True)},

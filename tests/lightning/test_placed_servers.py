@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.errors import ConfigurationError
 from tests.helpers.ports import free_port
@@ -47,7 +47,9 @@ def work(folder: Path, node: int, port: int, transport: str) -> None:
     os.environ["LIGHTNING_ASGD_SECRET"] = "of this test alone"
     os.chdir(folder)
     module, data = WithTest(SAMPLES, 0.005), TensorDataset(torch.arange(SAMPLES))
-    strategy = ASGDStrategy(nsync=2, algorithm=ASGD("sum"), transport=transport, num_servers=2, server_machines=2)
+    strategy = ASGDStrategy(
+        nsync=2, algorithm=ASGD("sum"), transport=transport, num_servers=2, advanced=Advanced(server_machines=2)
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -143,18 +145,21 @@ def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: st
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"server_machines": 2}, "server_machines=2 was given with num_servers=1. Expected at least one server"),
-        ({"server_machines": 0}, "server_machines=0"),
         (
-            {"server_machines": 2, "num_servers": 2, "server": "h:1", "run_id": "r"},
-            "server_machines=2 was given with server='h:1'. Expected no server_machines: `lightning-asgd serve",
+            {"advanced": Advanced(server_machines=2)},
+            "server_machines=2 was given with num_servers=1. Expected at least one server",
+        ),
+        ({"advanced": Advanced(server_machines=0)}, "server_machines=0"),
+        (
+            {"advanced": Advanced(server_machines=2), "num_servers": 2, "server": "h:1", "run_id": "r"},
+            "server_machines=2 was given with server='h:1'. Expected none: `lightning-asgd serve",
         ),
         (
-            {"server_machines": 2, "num_servers": 2, "island": 2},
-            "server_machines=2 was given with island=2. Expected no server_machines: the servers of islands",
+            {"advanced": Advanced(server_machines=2), "num_servers": 2, "island": 2},
+            "server_machines=2 was given with island=2. Expected none: the servers of islands",
         ),
         (
-            {"server_machines": 2, "num_servers": 2, "start_method": "fork"},
+            {"advanced": Advanced(server_machines=2), "num_servers": 2, "start_method": "fork"},
             "server_machines=2 was given with start_method='fork'. Expected 'popen'",
         ),
     ],
@@ -166,7 +171,7 @@ def test_what_nodes_cannot_share_is_refused_by_name(options: dict[str, Any], tex
 
 
 def test_more_machines_than_nodes_are_refused_by_name(tmp_path: Path) -> None:
-    strategy = ASGDStrategy(num_servers=2, server_machines=2)
+    strategy = ASGDStrategy(num_servers=2, advanced=Advanced(server_machines=2))
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, default_root_dir=tmp_path)
     with pytest.raises(ConfigurationError, match="server_machines=2 was given in a job with num_nodes=1"):
         trainer.fit(WithTest(4, 0.0), DataLoader(TensorDataset(torch.arange(4)), 2))

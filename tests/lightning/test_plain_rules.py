@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from lightning_asgd import AsyncSGD
+from lightning_asgd import Advanced, AsyncSGD
 from lightning_asgd.algorithms import ASGD, LayerWise
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from tests.helpers.plain import Counts, numbered
@@ -115,7 +115,12 @@ def by_tokens(rank: int | None = None) -> float:
     if rank is None:
         train(torch.cat(texts), lambda _: None)
         return weight.weight.item()
-    rule: dict[str, Any] = {"nsync": "restarted", "total_steps": 10, "algorithm": "local_sgd", "units": "tokens"}
+    rule: dict[str, Any] = {
+        "nsync": "restarted",
+        "total_steps": 10,
+        "algorithm": "local_sgd",
+        "advanced": Advanced(units="tokens"),
+    }
     with AsyncSGD(weight, optimizer, **rule) as asgd:
         train(texts[rank], asgd.count_batch)
         assert asgd.stats.exchanges == STEPS  # 10 steps of two workers give the period 1

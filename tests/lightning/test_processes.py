@@ -20,7 +20,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd import Advanced, ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.transports import registry
 from tests.helpers.lean import forked_servers
@@ -201,7 +201,7 @@ def test_a_server_that_nobody_can_connect_to_any_more_is_replaced(tmp_path: Path
     "settings",
     [
         {"transport": "rpc"},
-        {"transport": "zmq", "algorithm": Downpour("adam"), "snapshot_every_s": 0.1},
+        {"transport": "zmq", "algorithm": Downpour("adam"), "advanced": Advanced(snapshot_every_s=0.1)},
     ],
     ids=["rpc", "zmq, Adam on the servers"],
 )
@@ -210,7 +210,7 @@ def test_a_lost_server_is_restored_from_the_workers(tmp_path: Path, mains: Any, 
     main.start()
     try:
         wait_until(lambda: training(tmp_path), 40, "training")
-        if "snapshot_every_s" in settings:
+        if "advanced" in settings:
             wait_until(lambda: len([*tmp_path.glob("lightning_asgd.*/server*.pt")]) == 2, 20, "snapshots")
         for _ in range(2):  # the coordinator, then the other one
             known = servers_of(main.pid)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from lightning_asgd import ASGDStrategy, Timeouts
+from lightning_asgd import Advanced, ASGDStrategy, Timeouts
 from lightning_asgd.adapter.checkpointing import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
@@ -552,7 +552,10 @@ def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_dev
         ({"run_id": "r"}, "Expected both, or neither"),
         ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
         ({"server": "host:1", "run_id": "r", "algorithm": "layerwise"}, "none waits for a worker that has taken fewer"),
-        ({"server": "host:1", "run_id": "r", "algorithm": "streaming_diloco", "overlap": False}, "wait for each other"),
+        (
+            {"server": "host:1", "run_id": "r", "algorithm": "streaming_diloco", "advanced": Advanced(overlap=False)},
+            "wait for each other",
+        ),
         ({"server": "host:1", "run_id": "r", "data": "split"}, "the number of workers of an elastic run"),
         ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "join and leave at any time"),
     ],

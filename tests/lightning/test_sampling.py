@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd import ASGDStrategy, averaged_prediction
+from lightning_asgd import Advanced, ASGDStrategy, averaged_prediction
 from lightning_asgd.algorithms import SGMCMC
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.optim import SGHMC
@@ -46,7 +46,7 @@ def test_samples_reach_the_main_process_and_predict(start_method: str, tmp_path:
 
 
 def test_a_run_too_short_for_a_sample_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = ASGDStrategy(nsync=4, algorithm="sgmcmc", overlap=False)
+    strategy = ASGDStrategy(nsync=4, algorithm="sgmcmc", advanced=Advanced(overlap=False))
     with caplog.at_level(logging.WARNING, "lightning_asgd"):
         trainer(tmp_path, strategy, devices=1, max_epochs=1).fit(Sampled(), loader(64))
     assert strategy.samples == []

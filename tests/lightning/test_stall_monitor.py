@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor, when_batches_are_fetched
 from tests.lightning.models import Regression, dataset, trainer
 
@@ -61,7 +61,7 @@ def test_what_the_step_takes_is_no_data_stall(tmp_path: Path) -> None:
 
 def test_waiting_for_exchanges_is_counted(tmp_path: Path) -> None:
     monitor = DataStallMonitor()
-    fit = trainer(tmp_path, ASGDStrategy(nsync=1, overlap=False), devices=1, callbacks=[monitor])
+    fit = trainer(tmp_path, ASGDStrategy(nsync=1, advanced=Advanced(overlap=False)), devices=1, callbacks=[monitor])
     fit.fit(Regression(), slow_loader())
     assert 0 < monitor.sync_s == fit.strategy.stats.wait_s <= monitor.total_s
     assert monitor.data_s >= 2 * BATCHES * SLEEP_S

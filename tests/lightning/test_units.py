@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_asgd import ASGDMonitor, ASGDStrategy
+from lightning_asgd import Advanced, ASGDMonitor, ASGDStrategy
 from tests.lightning.models import trainer
 
 SAMPLES, BATCH, LONGEST, RATE = 16, 2, 9, 0.1
@@ -79,13 +79,13 @@ def test_two_workers_in_lock_step_train_as_one_process_with_their_tokens_togethe
     tmp_path: Path, units: Any, equal: bool
 ) -> None:
     module = Language(tmp_path)
-    strategy = ASGDStrategy(nsync=1, algorithm="local_sgd", units=units, start_method="fork")
+    strategy = ASGDStrategy(nsync=1, algorithm="local_sgd", advanced=Advanced(units=units), start_method="fork")
     trainer(tmp_path, strategy, max_epochs=3).fit(module, DataLoader(Texts(), BATCH))
     assert torch.allclose(module.weight, reference(tmp_path), rtol=0, atol=1e-6) == equal
 
 
 def test_progress_and_speed_are_in_tokens(tmp_path: Path) -> None:
-    strategy = ASGDStrategy(nsync=2, units="tokens", start_method="fork")
+    strategy = ASGDStrategy(nsync=2, advanced=Advanced(units="tokens"), start_method="fork")
     fit = trainer(tmp_path, strategy, max_epochs=2, logger=CSVLogger(tmp_path), callbacks=[ASGDMonitor(0.1)])
     fit.fit(Language(tmp_path), DataLoader(Texts(), BATCH))
     (file,) = tmp_path.rglob("metrics.csv")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd import ASGDStrategy
+from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.loop.batch_units import counter_of, samples_in, tokens_in
 from lightning_asgd.worker.trained_units import TrainedUnits
@@ -47,7 +47,9 @@ def test_tokens_are_found(batch: Any, tokens: int) -> None:
 
 
 def test_a_batch_without_tokens_is_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"batch of type list has no attention_mask.*units=lambda batch"):
+    with pytest.raises(
+        ConfigurationError, match=r"^Advanced.units=.*of type list has no attention_mask.*=lambda batch"
+    ):
         tokens_in([torch.rand(3), torch.tensor(1)])
 
 
@@ -92,7 +94,7 @@ def test_a_count_may_be_a_tensor_that_is_read_when_it_is_needed() -> None:
 
 def test_wrong_units_are_named() -> None:
     assert counter_of(None).name == ""
-    assert ASGDStrategy(units=len).settings["units"] == "len"
-    assert json.dumps(ASGDStrategy(units=partial(len)).settings)
-    with pytest.raises(ConfigurationError, match=r"units='words'. Expected 'samples', 'tokens', a function"):
-        ASGDStrategy(units="words")
+    assert ASGDStrategy(advanced=Advanced(units=len)).settings["units"] == "len"
+    assert json.dumps(ASGDStrategy(advanced=Advanced(units=partial(len))).settings)
+    with pytest.raises(ConfigurationError, match=r"Advanced.units='words'. Expected 'samples', 'tokens', a function"):
+        ASGDStrategy(advanced=Advanced(units="words"))

@@ -203,7 +203,7 @@ def test_names_and_misuse() -> None:
     assert find_compression("int8") == Int8()
     assert find_compression(None) is None
     with pytest.raises(
-        ValueError, match=r"compression='zip' is unknown. Expected None, .*TopK\(0.01\).* bf16, fp16, int8"
+        ValueError, match=r"compression='zip' is unknown. Expected an object such as TopK\(0.01\).* bf16, fp16, int8"
     ):
         find_compression("zip")
     for wrong in (lambda: Cast("int8"), lambda: Int8(0), lambda: TopK(0.0), lambda: TopK(0.7)):

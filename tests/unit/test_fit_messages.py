@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_asgd import Advanced
 from lightning_asgd.adapter.fit_messages import exchanges, rate_advice, start_line
-from lightning_asgd.algorithms import SparseLoCo
+from lightning_asgd.algorithms import ASGD, SparseLoCo
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.monitoring.fit_summary import FitSummary
 from lightning_asgd.protocol import WorkerMetrics
@@ -19,7 +20,7 @@ from lightning_asgd.stats import ExchangeStats
         ({"nsync": 10}, "nsync=10"),
         ({"nsync": "auto"}, "nsync=auto"),
         ({"nsync": "restarted", "algorithm": "local_sgd"}, "nsync=11, LocalSGD"),
-        ({"nsync": 10, "nfetch": 4}, "nfetch=4, npush=10"),
+        ({"nsync": 10, "advanced": Advanced(nfetch=4)}, "nfetch=4, npush=10"),
         ({"nsync": 5, "algorithm": "easgd"}, "nsync=5, EASGD"),
     ],
 )
@@ -124,7 +125,7 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     adam, plain = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
     given = ExchangeConfig.create
-    without, adamax = given(nsync=1, gain=False), torch.optim.Adamax(parameters)
+    without, adamax = given(nsync=1, advanced=Advanced(gain=False)), torch.optim.Adamax(parameters)
     assert "9 workers with AdamW learn more slowly" in str(rate_advice(9, without, [plain, adam]))
     assert rate_advice(9, given(nsync=1), [adam, adamax]) is None
     assert "9 workers with Adamax learn more slowly" in str(rate_advice(9, without, [adamax, adam]))
@@ -141,12 +142,12 @@ def test_many_workers_with_adam_are_told_which_rate_learns_as_fast_as_ddp() -> N
         (9, sparse, torch.optim.RMSprop(parameters)),
         (1, sparse, plain),
         (9, given(nsync=10, algorithm=SparseLoCo(lr=1.0)), plain),
-        (4, given(nsync=10, gain=False), adam),
+        (4, given(nsync=10, advanced=Advanced(gain=False)), adam),
         (9, given(nsync=2), adam),
         (4, given(nsync=10), plain),
         (9, given(nsync=2), plain),
         (9, given(nsync="auto"), plain),
-        (9, given(nsync=10, scale="sum"), adam),
+        (9, given(nsync=10, algorithm=ASGD("sum")), adam),
         (9, given(nsync=10, algorithm="easgd"), adam),
     ):
         assert rate_advice(workers, config, [optimizer]) is None

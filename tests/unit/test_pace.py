@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_asgd import Advanced
 from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.worker.exchange_period import Pace, Schedule
 
@@ -54,8 +55,8 @@ def test_settings() -> None:
     assert config.npush == config.nfetch == 10
     assert Schedule(config, lead=0).nsync == 1  # the first exchange soon, so that its cost is known
     assert not ExchangeConfig.create(nsync=10).auto
-    with pytest.raises(ValueError, match="nsync='auto' was given together with nfetch=3 and npush=None"):
-        ExchangeConfig.create(nsync="auto", nfetch=3)
+    with pytest.raises(ValueError, match=r"nsync='auto' was given together with Advanced\(nfetch=3\)"):
+        ExchangeConfig.create(nsync="auto", advanced=Advanced(nfetch=3))
     with pytest.raises(ValueError, match="nsync='often'"):
         ExchangeConfig.create(nsync="often")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_asgd import Advanced
 from lightning_asgd.adapter.class_trees import rank_zero_warn
 from lightning_asgd.adapter.loop_counters import steps_of_fit
 from lightning_asgd.algorithms.averaging import restarted_period
@@ -63,8 +64,8 @@ def test_only_where_workers_continue_from_their_mean() -> None:
     assert ExchangeConfig.create(nsync="restarted", algorithm="local_sgd").restarted
     with pytest.raises(ConfigurationError, match="Expected algorithm='local_sgd'"):
         ExchangeConfig.create(nsync="restarted")
-    with pytest.raises(ConfigurationError, match="nsync='restarted' was given together with nfetch=3"):
-        ExchangeConfig.create(nsync="restarted", nfetch=3)
+    with pytest.raises(ConfigurationError, match=r"nsync='restarted' was given together with Advanced\(nfetch=3\)"):
+        ExchangeConfig.create(nsync="restarted", advanced=Advanced(nfetch=3))
 
 
 def test_exchanges_follow_the_period_of_the_fit() -> None:

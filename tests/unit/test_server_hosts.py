@@ -357,7 +357,7 @@ def test_too_few_workers_end(make: Any) -> None:
     workers = make(3)
     workers.ends(0)
     workers.hosts[1].min_workers = 3
-    with pytest.raises(LaunchError, match=r"is lost: its process has ended. 2 are left, but min_workers=3"):
+    with pytest.raises(LaunchError, match=r"is lost: its process has ended. 2 are left, but Advanced.min_workers=3"):
         workers.hosts[1].locate(workers._take_over(1), 10.0)
     assert workers.hosts[1].gave_up
 

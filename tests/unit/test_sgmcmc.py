@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asgd import algorithms
+from lightning_asgd import Advanced, algorithms
 from lightning_asgd.algorithms import (
     ASGD,
     SGMCMC,
@@ -33,7 +33,6 @@ from lightning_asgd.algorithms import (
 )
 from lightning_asgd.algorithms.base import Push, Run, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.config import ExchangeConfig
 from lightning_asgd.errors import ConfigurationError, ProtocolError
 from lightning_asgd.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 from lightning_asgd.posterior import averaged_prediction
@@ -107,7 +106,7 @@ def sample(
         optimizer.use_chains(algorithm.chains(workers))
     lr = settings["lr"]
     exchangers = [
-        cluster.enter(rank, {"w": w}, nsync=nsync, algorithm=algorithm, overlap=False, lr=lambda: lr)
+        cluster.enter(rank, {"w": w}, nsync=nsync, algorithm=algorithm, advanced=Advanced(overlap=False), lr=lambda: lr)
         for rank, w in enumerate(weights)
     ]
     shuffle = random.Random(3)
@@ -259,7 +258,9 @@ def push_ones(exchanger: Exchanger, weight: Tensor, times: int) -> None:
 def test_burn_in_thinning_and_bound_are_exact(cls: Any, servers: int) -> None:
     weight, other = torch.zeros(7, requires_grad=True), torch.zeros(2, dtype=torch.float64)
     rule = cls(burn_in=4, thin=3, max_samples=2)
-    exchanger = Cluster(servers).enter(0, {"w": weight, "b": other}, nsync=1, algorithm=rule, overlap=False)
+    exchanger = Cluster(servers).enter(
+        0, {"w": weight, "b": other}, nsync=1, algorithm=rule, advanced=Advanced(overlap=False)
+    )
     run(exchanger.begin())
     seen = {}
     for version in range(1, 15):
@@ -276,7 +277,7 @@ def test_samples_that_not_all_servers_have_are_left_out() -> None:
     cluster = Cluster(2)
     weight = torch.zeros(6, requires_grad=True)
     rule = SGMCMC(burn_in=0, thin=2, max_samples=3)
-    exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=rule, overlap=False)
+    exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=rule, advanced=Advanced(overlap=False))
     run(exchanger.begin())
     push_ones(exchanger, weight, 3)
     weight.data[0] = torch.nan  # one server refuses its part
@@ -332,8 +333,6 @@ def test_what_leaves_pushes_as_they_are_is_taken(cls: Any) -> None:
 
 @pytest.mark.parametrize("name", ["sgmcmc", "elastic_sgmcmc"])
 def test_there_is_no_scale(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="scale='mean' was given together with"):
-        ExchangeConfig.create(nsync=1, algorithm=name, scale="mean")
     with pytest.raises(TypeError, match="scale"):
         type(algorithms.find(name))(scale="mean")  # type: ignore[call-arg]
 

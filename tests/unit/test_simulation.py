@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_asgd import algorithms
+from lightning_asgd import Advanced, algorithms
 from lightning_asgd.algorithms import (
     ASGD,
     Algorithm,
@@ -247,7 +247,7 @@ BYTES = 40  # of the ten weights
 def one_exchange(network: Network, **settings: Any) -> Report:
     """Workers that step for 1 s, exchange, and step again."""
     return Simulation(
-        problem=CLEAN, steps=2, exchange={"nsync": 1, "overlap": False}, network=network, **settings
+        problem=CLEAN, steps=2, exchange={"nsync": 1, "advanced": Advanced(overlap=False)}, network=network, **settings
     ).run()
 
 
@@ -318,7 +318,7 @@ def test_a_worker_that_is_alone_for_too_long_waits() -> None:
         problem=CLEAN,
         workers=1,
         steps=20,
-        exchange={"nsync": 1, "max_offline_steps": 2},
+        exchange={"nsync": 1, "advanced": Advanced(max_offline_steps=2)},
         network=Network(workers=Link(BYTES / 5.0)),
     ).run()
     assert report.workers[0].wait_s > 0
@@ -419,7 +419,7 @@ def test_with_a_barrier_all_wait_for_the_slowest(algorithm: Algorithm) -> None:
         problem=CLEAN,
         workers=3,
         steps=20,
-        exchange={"nsync": 10, "algorithm": algorithm, "overlap": False},
+        exchange={"nsync": 10, "algorithm": algorithm, "advanced": Advanced(overlap=False)},
         speed=[Constant(1.0), Constant(3.0), Constant(2.0)],
     ).run()
     assert report.time_s == 60.0
