@@ -146,9 +146,7 @@ class Layout:
 
     def describe(self) -> tuple[tuple[str, tuple[int, ...], str, str], ...]:
         """``(name, shape, dtype, role)`` of every tensor, to compare workers by."""
-        return tuple(
-            (t.name, t.shape, self.groups[t.group].dtype, self.groups[t.group].role.value) for t in self.tensors
-        )
+        return tuple((t.name, t.shape, (g := self.groups[t.group]).dtype, g.role.value) for t in self.tensors)
 
     def check_same(self, other: tuple[tuple[str, tuple[int, ...], str, str], ...], mine: str, theirs: str) -> None:
         """Compare with another worker's :meth:`describe`."""

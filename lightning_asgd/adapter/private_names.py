@@ -183,9 +183,7 @@ _SAVER = "callbacks:ModelCheckpoint()"
 kth_score = Name(f"{_SAVER}.kth_value", INSTANCE, SAVING, otherwise=_KEPT)
 last_saved = Name(f"{_SAVER}._last_checkpoint_saved", INSTANCE, SAVING, otherwise=_KEPT)
 last_step_saved = Name(f"{_SAVER}._last_global_step_saved", INSTANCE, SAVING, otherwise=_KEPT)
-save_deferred = Name(
-    *(f"{_SAVER}._defer_save_until_validation", INSTANCE, SAVING), since="2.5.5", otherwise="no save is deferred"
-)
+save_deferred = Name(f"{_SAVER}._defer_save_until_validation", INSTANCE, SAVING, since="2.5.5", otherwise="none waits")
 steps_between_checkpoints = Name(f"{_SAVER}._every_n_train_steps", INSTANCE, LEASES, otherwise="some are missed")
 rate_monitor = Name("callbacks:LearningRateMonitor", MODULE, LOGGING)
 accumulation_in = Name(

@@ -125,11 +125,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _code_of(self, worker: _Worker) -> int | None:
-        """A worker's exit code; 0 if it has failed and the others continue.
-
-        The last worker's failure counts if none has sent results. Raises a :class:`WorkerLostError` if the others have
-        ended without an error and without results.
-        """
+        """A worker's exit code; 0 if it has failed and the others continue, unless none has sent results."""
         code: int | None = worker.process.exitcode
         if code is None or (code and self.policy.abort):
             return code
@@ -222,8 +218,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
     def run_worker(self, local_rank: int, trainer: Any, run: Callable[[], None]) -> None:
         """Run Lightning's part of a worker's process."""
         if self.start_method == "fork" and has_connected():
-            # This worker's parent has trained by itself. OpenMP's threads did not survive the fork, and code that
-            # waits for them hangs.
+            # This worker's parent has trained: OpenMP's threads did not survive the fork, and code waits for them.
             torch.set_num_threads(1)
             os.environ["OMP_NUM_THREADS"] = "1"
         if signal.getsignal(signal.SIGTERM) == self._pass_on:  # inherited
@@ -242,8 +237,7 @@ class MultiProcessLauncher(private_names.ProcessLauncherHooks, Extension):  # ty
             if self._sends_results:
                 self._file("sent").touch()
         except BaseException as error:
-            # Lightning reports exceptions to callbacks and the strategy in the main process only, which is not a worker
-            # here.
+            # Lightning reports exceptions to callbacks and the strategy in the main process only.
             with ignoring_children():
                 self._save(trainer, error)
                 self.strategy.on_exception(error)

@@ -135,9 +135,7 @@ def _versions() -> Iterator[Check]:
     about = metadata.metadata("lightning-asgd")
     yield checks.check_python(platform.python_version(), about["Requires-Python"] or "")
     yield Check("lightning-asgd", OK, about["Version"])
-    installed = {
-        str(each.metadata["Name"]).lower().replace("_", "-"): each.version for each in metadata.distributions()
-    }
+    installed = {str(d.metadata["Name"]).lower().replace("_", "-"): d.version for d in metadata.distributions()}
     trees = {tree.distribution: tree for tree in TREES}
     required = metadata.requires("lightning-asgd") or []
     for check in checks.check_packages(installed, required, [*trees], MALICIOUS):

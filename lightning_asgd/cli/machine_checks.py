@@ -255,9 +255,7 @@ def check_clock(now: datetime) -> Check:
 
 def check_interfaces(addresses: Mapping[str, Sequence[str]], up: Collection[str]) -> Check:
     """The network interfaces that have addresses."""
-    shown = [
-        f"{name} {', '.join(found)}{'' if name in up else ' (down)'}" for name, found in addresses.items() if found
-    ]
+    shown = [f"{n} {', '.join(each)}{'' if n in up else ' (down)'}" for n, each in addresses.items() if each]
     advice = "Bring the loopback interface up: ip link set lo up."
     return Check("interfaces", OK, "; ".join(shown)) if shown else Check("interfaces", PROBLEM, "none", advice)
 

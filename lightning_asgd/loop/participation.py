@@ -326,11 +326,8 @@ class Participation(Live):
             )
 
     def _share_posterior(self) -> None:
-        """Give samplers this worker's random stream, and the number of chains, which follows that of the workers.
-
-        The stream is the worker's number: in an elastic run the rank is 0 for whichever worker is chief. All processes
-        of an island need the same noise. Those without a client of their own have the number as their rank.
-        """
+        """Give samplers this worker's random stream, and the number of chains, which follows that of the workers."""
+        # The stream is the worker's number, also of all processes of an island: in elastic runs the chief's rank is 0.
         membership = self._membership
         client: SessionClient | None = membership.client
         stream = membership.rank if client is None else client.connection.worker

@@ -180,9 +180,8 @@ class RunHost:
         if not self._awaits_workers and all(workers == self.entry.workers for workers in electors):
             # Only once all know the latest list: two majorities of one list have a worker in common.
             self.entry = replace(self.entry, workers=tuple(sorted(heard)[:_MOST]))
-        self.rival, self.rival_term = next(
-            ((a, entry.term) for a, entry in serving.items() if entry.term < mine), ("", 0)
-        )
+        rivals = ((address, entry.term) for address, entry in serving.items() if entry.term < mine)
+        self.rival, self.rival_term = next(rivals, ("", 0))
         return Action.ASK_TO_STOP if self.rival else Action.NOTHING
 
     def _list(self, now: float) -> None:

@@ -114,8 +114,7 @@ def _working_folder() -> list[str]:
 
 
 def _server_environment() -> dict[str, Any]:
-    # A server needs one core and no accelerator. Every message by value brings fresh memory: huge pages make that cheap
-    # (100 MB there and back by RPC: 7.2 times two copies by one thread; 5.2 so, 3.0 with those of the worker too).
+    # A server needs one core and no accelerator. Huge pages make the fresh memory of each message cheap.
     return {
         "THP_MEM_ALLOC_ENABLE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # RPC warns of every worker that leaves

@@ -44,6 +44,5 @@ __all__ += update_messages.__all__
 
 for _name in __all__:
     if isinstance(globals()[_name], type):
-        # RPC unpickles a message before any code can compare PROTOCOL. With one path for all, a class that has moved
-        # since does not hide the error that names the versions.
+        # RPC unpickles a message before any code compares PROTOCOL: one path for all, so that no moved class hides it.
         globals()[_name].__module__ = __name__

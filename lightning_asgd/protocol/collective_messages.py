@@ -52,8 +52,7 @@ class SyncReport:
     # What the chief's checkpoint callbacks know about the files: a plain value or `Pickled`; None on other workers.
     checkpoints: Any
     figures: WorkerMetrics | None = None  # this worker's metrics
-    # Per server, of the weights that this worker has taken already, since it knew that all had pushed; None if it has
-    # not.
+    # Per server, of the weights that this worker took once all had pushed; None if it has not.
     versions: tuple[int, ...] | None = None
     place: Place | None = None  # where it is; None outside of epochs
     trained: bool = False  # whether it has trained since the last sync point, with or without optimizer steps
@@ -129,8 +128,7 @@ class Contribution(Request):
     target: int | None = None  # the one worker that it is delivered to, the others get nothing; None: all workers
     timeout_s: Seconds = 1800.0  # seconds after which the servers give up on the missing workers
     stops: bool = False  # whether the worker trains no more, so that the others should arrive soon
-    # What the worker was answered by a coordinator that was lost since: it does not wait any more, and the others are
-    # to get the same. None if it waits.
+    # The answer of a coordinator that was lost, which the others are to get, too; None if this worker waits.
     answer: dict[int, Any] | Reduced | None = None
     # What the coordinator makes of the payloads, see `protocol/reductions.py`; empty: workers get the payloads.
     reduction: str = ""

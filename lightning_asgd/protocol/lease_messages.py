@@ -137,8 +137,7 @@ class LeaseGrant:
     over: bool = False
     progress: float = 0.0  # units that all workers together have trained, by the latest reports
     ratio: float = 1.0  # units that all workers together train while this worker trains one
-    # Whether the grant is a dummy batch: its units are trained by others and its update is discarded. A worker that
-    # arrives late needs a batch to notice that the sync interval is over.
+    # Whether it is a dummy batch, by which a late worker notices that the interval is over: its update is discarded.
     void: bool = False
     # Whether this is probably the worker's last grant of the sync interval. Then it pushes and waits.
     final: bool = False

@@ -63,8 +63,7 @@ TENSOR_REDUCTIONS = tuple(_OF_TENSORS)
 """Reductions of tensors, element by element."""
 
 
-# What torchmetrics does with the states of all workers: small integers are added up as int64, a mean is rounded once,
-# and there is none of integers.
+# As torchmetrics: small integers are added as int64, a mean is rounded once, and integers have none.
 _OF_STATES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: torch.sum(parts, 0),
     "mean": lambda parts: torch.mean(parts, 0),
@@ -129,10 +128,8 @@ def _state(reports: Mapping[int, UntrainedState]) -> JointState:
 
 
 def _mean_of_statistics(parts: Sequence[tuple[float, Tensor]], otherwise: Tensor) -> Tensor:
-    """The mean of values that are finite, weighted by the squares of the batches seen; ``otherwise`` if there are none.
-
-    Once for the samples, and once for their age: a slow worker's few batches leave much of the old values.
-    """
+    """The mean of values that are finite, weighted by the squares of the batches seen; ``otherwise`` if none are."""
+    # Once for the samples, and once for their age: a slow worker's few batches leave much of the old values.
     used = [(seen * seen, value) for seen, value in parts if 0 < seen < _MANY and is_finite(value)]
     if not used or all(torch.equal(value, used[0][1]) for _, value in used):
         return used[0][1] if used else otherwise  # not rounded

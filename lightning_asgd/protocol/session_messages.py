@@ -151,8 +151,7 @@ class HeartbeatReply:
     holding: Collection[int] = ()  # in an elastic run, the workers that hold the weights
     admitted: int = 0  # the highest number that one of them was given
     fenced: bool = False  # whether the sender must rejoin before it trains
-    # Number of the first collective whose result a worker that is away may still ask for; workers repeat these results
-    # if this server is lost.
+    # The first collective whose result a worker may still ask for; repeated if this server is lost.
     needed: int = 0
 
 
@@ -168,8 +167,7 @@ class Leave(Request):
     """A worker leaves a session, or another process reports that it is gone."""
 
     reason: str = ""  # why; empty for an orderly end
-    # Whether its process is gone, so that it won't be in later sessions of the same job either. `process` is what the
-    # name of that process begins with, then.
+    # Whether its process, whose name begins with `process`, is gone: it is in no later session of the job.
     final: bool = False
     details: str = ""  # for the workers' logs, such as the last lines of a traceback
 

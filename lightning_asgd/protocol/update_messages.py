@@ -52,8 +52,7 @@ class Rows:
 
     values: Tensor | None = None  # shape `(k * width,)`; None for no row
     numbers: Tensor | None = None  # shape `(k,)`, int32: which rows of the shard, ascending; None for all of them
-    # In a reply: a name of the weights that the worker has with these rows. In a message: that of the latest reply
-    # whose rows the worker has taken; empty if it has none.
+    # In a reply the name of the worker's weights with these rows; in a message that of the latest it took, or empty.
     at: str = ""
 
     @property
@@ -70,8 +69,7 @@ class Exchange(Request):
     base_version: int  # version of the shard that the update is based on
     push: bool  # whether an update is sent
     fetch: bool  # whether the weights are wanted back
-    # The update by value, per group but those of tables a tensor or its compressed form; None if nothing is pushed or
-    # if it is in the shared block.
+    # The update by value: a tensor or its code per group but those of tables. None: none, or in the shared block.
     update: tuple[Any, ...] | None = None
     rows: tuple[Rows, ...] = ()  # the update of each group of tables, always by value
     steps: Count = 0  # optimizer steps in the update
@@ -81,8 +79,7 @@ class Exchange(Request):
     may_wait: bool = False  # whether the reply may be blocked until the other workers have caught up
     rest: bool = False  # whether the worker stops at a sync point now, so that no worker waits for it
     shared: bool = False  # whether update and answer go through the shared block
-    # Whether the worker has seen, while the update was in its cache, that all of it is finite and below the bound; it
-    # counts for shared memory only.
+    # Whether the worker has checked the update while it was in its cache; for shared memory only.
     within_bounds: bool = False
     fragment: Fragment = 0  # number of the part of the module that is exchanged
     full: bool = False  # whether the weights are wanted as they are, not compressed
@@ -91,11 +88,9 @@ class Exchange(Request):
     common: str | None = None
     epoch: str = ""  # the epoch that the worker claims units of; empty if it does not
     units: Count = 0  # units of it that the worker has trained since it began or rejoined, those of this push included
-    # Samples of one of the worker's batches, or what a step of this push has trained in samples or tokens; 0 if it does
-    # not know.
+    # Samples of a batch, or samples or tokens of one of this push's steps; 0 if unknown.
     batch: float = 0.0
-    # Of an island: the number of this exchange, whose update its processes send and whose weights they receive: see
-    # `ExchangePart`. 0 for a worker of one process.
+    # Of an island: this exchange's number, see `ExchangePart`. 0 for a worker of one process.
     island: int = 0
 
 

@@ -336,9 +336,7 @@ class Membership:
         """Take over what the workers report; ``fenced`` are those that do not know yet that they were suspected."""
         # The next replacement must not trust workers that this one has suspected meanwhile and that do not know it.
         own = {worker: incarnation for worker, incarnation in self.incarnations.items() if worker in self.fenced}
-        self.incarnations = {
-            worker: incarnations.get(worker, 0) + own.get(worker, 0) for worker in {*incarnations, *own}
-        }
+        self.incarnations = {w: incarnations.get(w, 0) + own.get(w, 0) for w in {*incarnations, *own}}
         self.fenced |= fenced
         self._place_all()
         self.publish("A server was lost and restored from the workers' copies.")

@@ -17,8 +17,7 @@ __all__ = ["MUCH_FASTER", "Few", "Load", "Others", "Sooner", "finish_s", "steps_
 _CHUNK_S = 0.5  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
 _TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
 _LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others
-# A worker that needs many times as long per unit saves the others almost nothing by training one, and delays them if
-# they turn out faster than measured: it has to finish sooner.
+# A much slower worker saves the others almost nothing by training a unit: it has to finish sooner.
 MUCH_FASTER = 4.0
 _SOONER = 0.85
 

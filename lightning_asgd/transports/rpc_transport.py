@@ -79,10 +79,9 @@ class _Route:
 
 
 class _Connection:
-    """One connection: a name that TensorPipe connects to with the first message, and a new name after it breaks.
+    """One connection: a name that TensorPipe connects to with the first message, and a new name after it breaks."""
 
-    The agent's threads call back here. They take no lock that is held while the agent is stopped, which waits for them.
-    """
+    # The agent's threads call back here. They take no lock that is held while the agent, which waits for them, stops.
 
     def __init__(self, agent: tensorpipe.Agent, link: ServerLink, address: str, *, urgent: bool) -> None:
         self.urgent = urgent

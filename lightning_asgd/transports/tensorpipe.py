@@ -112,8 +112,7 @@ class Agent:
             store: Any = _dist.HashStore()
             self._addresses = _dist.PrefixStore("addrs", store)
             self._peers = 0
-            # Not mpt_uv, which shares a message between many links: a fifth faster at several Gbit/s, but behind a
-            # cable of 100 Mbit/s the links take packets from each other, and each waits for TCP's timers.
+            # Not mpt_uv, which shares a message between links: on a cable of 100 Mbit/s these wait for TCP's timers.
             options = rpc.TensorPipeRpcBackendOptions(
                 num_worker_threads=_THREADS,
                 rpc_timeout=INFINITE_S,

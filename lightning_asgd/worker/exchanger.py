@@ -345,8 +345,7 @@ class Exchanger(Fragments):
         """See :class:`Synchronizer`."""
         for channel in self.channels:
             if channel.log.pushed and channel.replica.remembers:
-                # Nothing was trained since the flush. After two pushes between two fetches, a lost server's replacement
-                # could not learn which of them the weights hold.
+                # Nothing was trained since the flush; of two pushes a replacement cannot tell which is in the weights.
                 moved = channel.moved
                 yield from channel.fetch()
                 channel.moved = moved
