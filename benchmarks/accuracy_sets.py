@@ -1,4 +1,4 @@
-"""Accuracy beside DDP on four data sets, with 2, 4, 8 and 16 workers, and of every other algorithm on two of them.
+"""Accuracy compared with DDP on four data sets, 2 to 16 workers, and of every other algorithm on two of them.
 
     python benchmarks/accuracy_sets.py                          # hours; continues where it was interrupted
     python benchmarks/accuracy_sets.py --set tabular --seeds 1  # a part of it

@@ -171,7 +171,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, the least and the greatest."""
+    """The mean, the minimum and the maximum."""
     return f"{statistics.fmean(values):.4f} ({min(values):.4f}-{max(values):.4f})"
 
 

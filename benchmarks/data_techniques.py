@@ -1,4 +1,4 @@
-"""What a cache, a divided cache and shared preparation gain: the experiments of Mohan et al. (2021), in small.
+"""What a cache, a divided cache and shared preparation gain: the experiments of Mohan et al. (2021), at small scale.
 
     python benchmarks/data_techniques.py                      # about 12 minutes; two machines need root
     python benchmarks/data_techniques.py --only trials

@@ -69,9 +69,8 @@ def to_a_server(number: int, chance: random.Random) -> bool:
         grown = memory_mb(server) - before
         exact = not pusher.is_alive() and pusher.held == pusher.pushed
         transport.close()
-        text = (
-            f"{sent:,} messages to a server, {refused:,} refused by name; {pusher.pushed:,} pushes meanwhile, it holds "
-        )
+        text = f"{sent:,} messages to a server, {refused:,} rejected with an error that names it; "
+        text += f"{pusher.pushed:,} pushes meanwhile, it holds "
         return row(exact and grown < GROWTH_MB, f"{text}{pusher.held:,.0f}; {grown:+.1f} MB")
 
 

@@ -1,4 +1,4 @@
-"""Islands: killed ones, accuracy beside DDP, checkpoints, speed, bytes on a slow cable, and memory.
+"""Islands: killed ones, accuracy compared with DDP, checkpoints, speed, bytes on a slow cable, and memory.
 
     python benchmarks/islands.py                             # as root under Linux: about twenty minutes
     python benchmarks/islands.py --only kills --inside fsdp2

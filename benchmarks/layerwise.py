@@ -42,7 +42,7 @@ CLAIM = 1.7  # of Daily, Vishnu and Siegel, for the paper's kind of scenario
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "layerwise-timeline.png"
 SHOWN = 2  # steps in the picture
 SHOWN_MBIT = 400.0
-SYSTEMS = ("DDP at once", "DDP", "layer-wise")
+SYSTEMS = ("DDP, all gradients after backward", "DDP", "layer-wise")
 Results = list[tuple[Scenario, dict[str, list[dict[str, Any]]]]]
 
 
@@ -185,7 +185,7 @@ def summarise(results: Results) -> None:
     for scenario, runs in results:
         for delay in scenario.delays:
             system = str(System("layer-wise", delay))
-            beside = [ratios(scenario, runs, system, base) for base in ("DDP", "DDP at once")]
+            beside = [ratios(scenario, runs, system, base) for base in ("DDP", "DDP, all gradients after backward")]
             best = max(best, *map(statistics.median, beside))
             table.add_row(
                 scenario.name, str(delay), *(f"{statistics.median(r):.2f} ({min(r):.2f}-{max(r):.2f})" for r in beside)

@@ -229,7 +229,7 @@ def draw(values: dict[str, list[list[float]]], curves: dict[str, list[list[tuple
     ):
         first = runs[0]
         right.plot([t for t, _ in first], [loss for _, loss in first], style, color=PAPER[colour], label=name, lw=1.3)
-    right.set(xlabel="seconds, of a step each", ylabel="held-out loss", title="One worker, four, two")
+    right.set(xlabel="virtual seconds (1 step ~ 1 s)", ylabel="held-out loss", title="One worker, four, two")
     right.set_ylim(top=3.0)
     right.legend()
     figure.savefig(PICTURE)

@@ -9,7 +9,7 @@ machines (network namespaces, as root under Linux), else on this one. While they
 
 * a second start of a living worker, and a second job at the same port;
 * a node is killed and started again, ten times, and must train again within 3 s after its imports;
-* a worker that is stopped, and replaced, wakes up: it must be refused by name;
+* a worker that is stopped, and replaced, wakes up: it must be rejected with an error that names it;
 * 10,000 random keys and values written where there is a store, or garbage where there is none;
 * 1,500 idle connections to a server whose limit of open files is 1,024;
 * 10,000 fuzzed messages: random bytes, and real messages of which something was changed, from someone who knows the
@@ -78,7 +78,7 @@ def refused(job: Job, name: str, seconds: float, text: str) -> str:
     said = job.said(name)
     found = re.search(f"[^\n]*{text}[^\n]*", said)
     assert code not in (None, 0), f"a process that should be refused has exit code {code}: {said[-1500:]}"
-    assert found, f"it was not refused by name: {said[-1500:]}"
+    assert found, f"it was not rejected by an error that names it: {said[-1500:]}"
     return f"refused: {found[0].strip()[:110]}..."
 
 

@@ -292,7 +292,7 @@ def fuzz(kind: str, address: str, place: tuple[str, int], session: str, number: 
     finally:
         transport.close()
     accepted = sum(garbage(place, chance) for _ in range(number - changed))
-    what = f"{changed:,} messages with the secret, {rejected:,} rejected by name"
+    what = f"{changed:,} messages with the secret, {rejected:,} rejected with an error that names it"
     if rejected < changed:
         raise AssertionError(f"{what}: the others were taken for a worker's")
     return f"{what}; {number - changed:,} random ones, {accepted:,} connections were accepted"

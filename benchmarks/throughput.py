@@ -56,10 +56,20 @@ LOOPS = {
     "torchft": replica_group,
     "hivemind": peer,
 }
-KINDS = ("one alone", "unconnected", *LOOPS, "DDP", "DDP at once", "local SGD", "A-SGD", "layer-wise")
-CHOICES = tuple(kind for kind in KINDS if kind not in ("DDP at once", "layer-wise"))  # these: see layerwise.py
+AFTER_BACKWARD = "DDP, all gradients after backward"
+KINDS = (
+    "one alone",
+    "unconnected",
+    *LOOPS,
+    "DDP",
+    AFTER_BACKWARD,
+    "local SGD",
+    "A-SGD",
+    "layer-wise",
+)
+CHOICES = tuple(kind for kind in KINDS if kind not in (AFTER_BACKWARD, "layer-wise"))  # these: see layerwise.py
 # All their ranks take the same number of steps.
-IN_STEP = ("DDP", "DDP at once", "local SGD", "layer-wise", "bare local SGD", "torchft")
+IN_STEP = ("DDP", AFTER_BACKWARD, "local SGD", "layer-wise", "bare local SGD", "torchft")
 TOGETHER = (*IN_STEP, "A-SGD", "A-SGD loop", "hivemind")  # their ranks belong to one job
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
@@ -111,7 +121,7 @@ class Scenario:
         if self.rivals:  # hivemind is made for long periods
             for n in periods:
                 local += [System("torchft", n), System("hivemind", n), System("hivemind", 10 * int(n))]
-        layers = [System("DDP at once"), *(System("layer-wise", n) for n in self.delays)] if self.delays else []
+        layers = [System(AFTER_BACKWARD), *(System("layer-wise", n) for n in self.delays)] if self.delays else []
         systems = [*alone, System("DDP"), *local, *(System("A-SGD", n) for n in self.nsync), *layers]
         return [system for system in systems if not self.kinds or system.kind in self.kinds]
 
@@ -306,7 +316,7 @@ def strategy_of(scenario: Scenario, system: System) -> dict[str, Any]:
     common: dict[str, Any] = {"monitor": False, "num_servers": scenario.num_servers}
     if system.kind == "local SGD":
         return {"strategy": local_sgd(int(system.nsync))}
-    if system.kind == "DDP at once":
+    if system.kind == AFTER_BACKWARD:
         return {"strategy": DDPStrategy(bucket_cap_mb=4000)}
     if system.kind == "layer-wise":
         return {"strategy": ASGDStrategy(algorithm=LayerWise(int(system.nsync)), **common)}

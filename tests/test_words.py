@@ -69,6 +69,11 @@ RETIRED = {
     "closes the door": "accepts no more connections",
     "sleeps through|slept through": "is suspended during",
     "goes on|go on|gone on|went on": "continues",
+    "accepts no process": "is encrypted and authenticated",
+    "it said": "its last output",
+    "data by speed|in fixed parts": "data shared dynamically, data split equally",
+    "lossy codes?": "lossy codec",
+    "the run where that is": "the run's current progress",
 }
 LEFT: dict[str, int] = {}
 

@@ -104,7 +104,7 @@ def _faults(outcome: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def _verdict(row: Row, result: Result) -> str:
-    good = "refused by name" if row.refused else "each once" if row.samples else "as DDP"
+    good = "rejected with an error" if row.refused else "each once" if row.samples else "as DDP"
     unfinished = "" if result.refused or all(str(cell) in result.cells for cell in row.cells) else "not run yet"
     return "; ".join(filter(None, [*problems(row, result), unfinished])).replace("|", "/") or good
 

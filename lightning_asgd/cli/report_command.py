@@ -49,5 +49,5 @@ def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False)
         raise ConfigurationError(
             f"The page cannot be written to {str(folder)!r}: {error}. Expected a writable folder: pass --out."
         ) from error
-    sys.stdout.write(f"{page}\n")
+    sys.stdout.write(f"Report: {page}\n")
     return None

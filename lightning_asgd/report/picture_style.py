@@ -53,7 +53,7 @@ SERIES = [PAPER[name] for name in ("blue", "orange", "green", "purple", "teal", 
 SYSTEM_COLOURS = {
     "A-SGD": PAPER["blue"],
     "DDP": PAPER["orange"],
-    "DDP at once": PAPER["rose"],
+    "DDP, all gradients after backward": PAPER["rose"],
     "layer-wise": PAPER["purple"],
     "local SGD": PAPER["green"],
     "alone": PAPER["grey"],

@@ -68,7 +68,7 @@ def _take(client: SessionClient, server: int, clock: Callable[[], float]) -> Joi
         held: RankHeld = answer
         if is_gone(held.process):
             client.leave("its process has ended", worker=worker, pid=pid_of(held.process))
-        elif held.silent_s < sent - begun:  # it lives: be refused by name
+        elif held.silent_s < sent - begun:  # it lives: be rejected with its error
             client.join(server=server)
         else:
             time.sleep(_ASK_AGAIN_S)

@@ -93,7 +93,7 @@ class WatchedTable:
 
 @dataclass
 class RowSpan:
-    """A part of a table that lies on one server."""
+    """A part of a table that is stored on one server."""
 
     piece: Piece
     table: WatchedTable

@@ -1,4 +1,4 @@
-"""An embedding whose table lies on the servers: no worker holds more than the rows that it uses."""
+"""An embedding with a table that is stored on the servers: no worker holds more than the rows that it uses."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
 @pytest.mark.timeout(600)
 def test_the_monitored_example_ends_with_a_report(tmp_path: Path) -> None:
     output = run_example(tmp_path, 100, "adapter/asgd_monitor.py", "--fast")
-    report = Path(output.splitlines()[-1])
+    report = Path(output.splitlines()[-1].removeprefix("Report: "))
     assert report == tmp_path / "results" / "monitor" / "report" / "report.html"
     assert "worker 1" in report.read_text()
     assert len(list(report.parent.glob("*.png"))) == 6

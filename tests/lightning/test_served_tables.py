@@ -1,4 +1,4 @@
-"""A Trainer with a table that lies on the servers, which are killed meanwhile."""
+"""A Trainer with a table that is stored on the servers, which are killed meanwhile."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
     for entry in fit.entries:
         journal.add(entry)
     assert main(["report", str(tmp_path)]) == 0
-    page = Path(capsys.readouterr().out.strip())
+    page = Path(capsys.readouterr().out.strip().removeprefix("Report: "))
     assert page == tmp_path / "run" / "report" / "report.html"
     html = page.read_text()
     Checked(html)
