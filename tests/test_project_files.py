@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.helpers.project import EXTRAS, ROOT, SETTINGS
 
@@ -29,6 +32,15 @@ def test_the_makefile_installs_all_extras() -> None:
     installed = re.search(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert installed is not None
     assert sorted(installed[1].split(",")) == sorted(EXTRAS)
+
+
+def test_make_oldest_installs_the_lower_bounds() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    needs = map(Requirement, [*SETTINGS["project"]["dependencies"], *itertools.chain(*EXTRAS.values())])
+    bounds = [(need.name, bound.version) for need in needs for bound in need.specifier if bound.operator == ">="]
+    assert bounds
+    assert not [(name, least) for name, least in bounds if Version(pins[name]) != Version(least)]
 
 
 def targets_called() -> set[str]:
