@@ -65,7 +65,7 @@ class Takeable:
         kinds = DistributedDataParallel, *(tree.DDPStrategy for tree in self.trees if tree.version)
         of_ddp = {name for kind in kinds for name in inspect.signature(kind).parameters} if others else set()
         signature = inspect.signature(init).parameters.values()
-        usual = dict.fromkeys(self._given) | {p.name: p.default for p in signature if p.default is not p.empty}
+        usual = {p.name: p.default for p in signature if p.default is not p.empty} | dict.fromkeys(self._given)
         for name, value in others.items():
             if name not in of_ddp:
                 refuse(name, value, usual)

@@ -149,7 +149,6 @@ def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: st
             {"advanced": Advanced(server_machines=2)},
             "server_machines=2 was given with num_servers=1. Expected at least one server",
         ),
-        ({"advanced": Advanced(server_machines=0)}, "server_machines=0"),
         (
             {"advanced": Advanced(server_machines=2), "num_servers": 2, "server": "h:1", "run_id": "r"},
             "server_machines=2 was given with server='h:1'. Expected none: `lightning-asgd serve",
@@ -173,5 +172,5 @@ def test_what_nodes_cannot_share_is_refused_by_name(options: dict[str, Any], tex
 def test_more_machines_than_nodes_are_refused_by_name(tmp_path: Path) -> None:
     strategy = ASGDStrategy(num_servers=2, advanced=Advanced(server_machines=2))
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, default_root_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="server_machines=2 was given in a job with num_nodes=1"):
+    with pytest.raises(ConfigurationError, match=r"^Advanced\.server_machines=2 was given in a job with num_nodes=1"):
         trainer.fit(WithTest(4, 0.0), DataLoader(TensorDataset(torch.arange(4)), 2))
