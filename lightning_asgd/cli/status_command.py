@@ -102,12 +102,12 @@ def tables(run: str, view: Status, before: Status | None = None) -> RenderableTy
         progress = f"epoch {view.epoch}: {view.done} of {view.steps} steps ({view.done / view.steps:.0%})"
     refused = f", {view.refused} updates rejected" if view.refused else ""
     title = f"run {escape(run)}   {progress}   version {view.version}{refused}"
-    headings = ("steps", "s/step", "samples/s", "staleness", "waits", "last seen")
+    headings = ("steps", "s/step", "samples\nper s", "stale-\nness", "waits", "last\nseen")
     made = table(title, "worker", "", *headings)
     earlier = {} if before is None else {worker.worker: worker for worker in before.workers}
     for worker in view.workers:
         name = f"{worker.worker}{' chief' if worker.worker == view.chief else ''}"
-        state = escape(worker.about) + (" [red]disconnected[/]" if worker.away else "")
+        state = escape(worker.about.replace(", process ", ", ")) + (" [red]disconnected[/]" if worker.away else "")
         made.add_row(name, state, *_figures(worker, earlier.get(worker.worker)), f"{worker.silent_s:.0f} s ago")
     none = [] if view.workers else ["no worker takes part now"]
     snapshot = [f"{view.snapshot}."] if view.snapshot else []
