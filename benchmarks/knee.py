@@ -1,4 +1,4 @@
-"""The smallest nsync whose exchange stays hidden: by the formula, in real runs, and as nsync="auto" finds it.
+"""The smallest nsync with no waiting: by the formula, in real runs, and as nsync="auto" finds it.
 
 Two workers on two machines (network namespaces) joined by a slow cable; the server runs on the first one's machine, so
 that the cable carries only the second machine's exchanges. Workers wait rather than take more than nsync steps between

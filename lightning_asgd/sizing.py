@@ -179,7 +179,7 @@ def steps_between_exchanges(job: Job) -> int:
 
 
 def hidden_nsync(job: Job) -> int:
-    r"""The smallest ``nsync`` whose exchange stays hidden behind the steps, whenever the other workers exchange.
+    r"""The smallest ``nsync`` with no waiting for exchanges, whenever the other workers exchange.
 
     That is :func:`round_trip_s` / :math:`T`, rounded up. A little below it exchanges are exposed only where workers
     happen to exchange at the same time; below :func:`steps_between_exchanges` all of them are.
