@@ -253,7 +253,7 @@ def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: st
         assert joins.refused.startswith("Run 's' was begun with a Trainer, but this worker trains with a plain loop or")
     else:
         with asgd:
-            with pytest.raises(ConfigurationError, match=r"was begun with a plain loop or Fabric, and this"):
+            with pytest.raises(ConfigurationError, match=r"was begun with a plain loop or Fabric, but this"):
                 fit.fit(Regression(), loader())
             assert run.services[0].state.session.members.living == {1}  # type: ignore[union-attr]
     run.close()

@@ -91,6 +91,6 @@ def test_optimizers_that_cannot_take_late_steps_are_refused() -> None:
     LayerWise(0).check(Run(2, optimizers=[newton]))
     without = torch.optim.SGD([parameter], lr=0.1)
     without.param_groups[0]["lr"] = None
-    with pytest.raises(ConfigurationError, match=r"divides learning rates by 3, and SGD has none.*compensate=False"):
+    with pytest.raises(ConfigurationError, match=r"divides learning rates by 3, but SGD has none.*compensate=False"):
         LayerWise(2).check(Run(2, optimizers=[without]))
     LayerWise(2, compensate=False).check(Run(2, optimizers=[without]))
