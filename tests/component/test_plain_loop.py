@@ -349,7 +349,7 @@ def test_a_plain_loop_cannot_join_what_a_trainer_has_begun(elastic: Run) -> None
         assert first._member.membership is not None
         first._member.membership.client.note("loop", "a Trainer")
         with (
-            pytest.raises(ConfigurationError, match=r"^Run 's' was begun with a Trainer, and .* Expected"),
+            pytest.raises(ConfigurationError, match=r"^Run 's' was begun with a Trainer, but .* Expected"),
             second,
         ):
             pass
