@@ -92,7 +92,7 @@ rounds: $(VENV)/.installed-examples ## rounds of outer momentum under faults, an
 	@$(RUN) benchmarks/outer_rounds.py
 
 rules: $(VENV)/.installed-examples ## every rule beside DDP, local SGD and A-SGD on three sets: 65 minutes; continues where it was interrupted; ONLY=
-	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture docs/images/rules.png
+	@$(RUN) benchmarks/rules.py $(if $(ONLY),--only $(ONLY)) --picture results/rules.png
 
 buffers: $(VENV)/.installed-examples ## buffers of every kind beside DDP, and batch norm's statistics: half an hour; ONLY=
 	@$(RUN) -m benchmarks.buffers $(if $(ONLY),--only '$(ONLY)',--page)

@@ -13,7 +13,7 @@ share two cores.
 All algorithms run with the same worker optimizer, and with their own defaults, except where the table says so. Worker 0
 reads the servers' weights a few times a second; the loss on held-out data is computed afterwards.
 
-Writes results/algorithms.json, docs/images/algorithms.png, and the table between the marks in docs/algorithms.md.
+Writes results/algorithms.json, docs/images/algorithms.png, and the tables between the marks in docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ def draw(runs: list[dict[str, Any]], tasks: list[Task], path: Path) -> None:
 
 
 def report(results: Path, tasks: list[Task], page: Path) -> None:
-    """Table, verdicts and picture."""
+    """Tables and verdicts on the terminal, the tables on the page, and the picture."""
     runs = json.loads(results.read_text())["runs"]
     tasks = [t for t in tasks if rows_of(runs, t.name)]
     parts = []
@@ -441,8 +441,8 @@ def report(results: Path, tasks: list[Task], page: Path) -> None:
         return
     for task in tasks:
         rows = rows_of(runs, task.name)
-        parts += [table(rows, task), verdicts(rows, task)]
-        Console().print("\n".join(parts[-2:]), markup=False, highlight=False)
+        parts.append(table(rows, task))
+        Console().print(f"{parts[-1]}\n{verdicts(rows, task)}", markup=False, highlight=False)
     if page.exists():
         text = page.read_text()
         head, rest = text.split(MARKS[0])

@@ -224,7 +224,7 @@ def picture(
         panel.set(title=title, xlabel="virtual seconds", yscale="log", ylim=(5e-3, 20))
         panel.legend(title="mini-batches per client", fontsize=8, title_fontsize=8, alignment="left")
     axes[0].set_ylabel("loss on all training data")
-    path = ROOT / "docs" / "images" / "clients.png"
+    path = ROOT / "results" / "clients.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
     CONSOLE.print(f"Saved {path.relative_to(ROOT)}")
