@@ -168,7 +168,8 @@ def test_the_command_line_takes_strategy_and_monitor_from_a_file_and_saves_them(
     saved = yaml.safe_load((version / "config.yaml").read_text())["trainer"]
     assert saved["strategy"]["class_path"] == "lightning_asgd.ASGDStrategy"
     assert saved["strategy"]["init_args"]["nsync"] == 10
-    assert saved["callbacks"] == [{"class_path": "lightning_asgd.ASGDMonitor", "init_args": {"every_n_seconds": 2}}]
+    args = {"every_n_seconds": 2, "detail": "summary"}
+    assert saved["callbacks"] == [{"class_path": "lightning_asgd.ASGDMonitor", "init_args": args}]
     (record,) = read(find_log(version))
     assert record.end == "done"
     # What was saved is a configuration again.
