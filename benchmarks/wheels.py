@@ -5,8 +5,8 @@
     python benchmarks/wheels.py --pythons python3.10 python3.13
     python benchmarks/wheels.py --build dist               # for a release: sdist and wheel, checked
 
-The wheel is built from the sdist, and must have the bytes of one that is built from the tree: the sdist lacks nothing,
-and a release that is built again is the same file. Both must pass twine's check, and the wheel check-wheel-contents.
+The wheel that the sdist builds must have the bytes of the wheel that the tree builds. So the sdist is complete, and a
+release that is built again is the same file. Both must pass twine's check, and the wheel check-wheel-contents.
 
 For each extra, for none, with ``lightning`` beside ``pytorch-lightning``, and for each of ``--pythons``, the wheel is
 installed into a new virtual environment, with the versions of constraints.txt. There, outside of the repository, it is

@@ -47,7 +47,14 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_custom_sections = ["State", "Staleness", "Departures"]
 napoleon_use_ivar = True
 
-internals = {"architecture", "performance", "benchmarks", "changelog", "contributing"}  # not what a search is for
+internals = {
+    "architecture",
+    "performance",
+    "benchmarks",
+    "changelog",
+    "contributing",
+    "how_to_release",
+}  # not what a search is for
 
 nitpicky = True
 nitpick_ignore_regex = [

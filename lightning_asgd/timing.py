@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -45,8 +45,10 @@ class TrainingStep:
         self.device = device or (torch.accelerator.current_accelerator() if available else None) or torch.device("cpu")
         self._module = module.to(self.device).train()
         self._optimizer = optimizers[0]
-        kinds = [each.kind for each in inspect.signature(module.training_step).parameters.values()]
-        self._numbered = inspect.Parameter.VAR_POSITIONAL in kinds or len(kinds) > 1 >= kinds[1]
+        kinds = [each.kind for each in signature(module.training_step).parameters.values()]
+        self._numbered = (
+            Parameter.VAR_POSITIONAL in kinds or sum(k <= Parameter.POSITIONAL_OR_KEYWORD for k in kinds) > 1
+        )
 
     @property
     def module(self) -> Any:

@@ -20,7 +20,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Advanced, Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
-from lightning_asgd.loop.job_options import LoopOptions, taken
+from lightning_asgd.loop.job_options import LoopOptions, options_among
 from lightning_asgd.loop.leased_pass import LeasedPass
 from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
@@ -126,8 +126,8 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
     ) -> None:
         names = "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"
         self._given = {name: lightning.get(name) for name in names}
-        self._note(FabricASGDStrategy.__init__, locals(), {k: v for k, v in lightning.items() if k not in names})
-        self.options = taken(LoopOptions, locals())
+        self._record_call(FabricASGDStrategy.__init__, locals(), {k: v for k, v in lightning.items() if k not in names})
+        self.options = options_among(LoopOptions, locals())
         self.stats = ExchangeStats()
         self._seed = seed
         self._job = TrainingJob.of(self.options)

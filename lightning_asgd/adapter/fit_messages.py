@@ -94,8 +94,8 @@ class FitMessages:
 
 @contextlib.contextmanager
 def _aside(bar: Any, *, over: bool = False) -> Iterator[None]:
-    """Take rich's display off the terminal while lines are logged, or for good if training is ``over``."""
-    # It draws over lines that it has not printed itself, such as those of Lightning's loggers.
+    """Remove rich's display from the terminal while lines are logged, or permanently if training is ``over``."""
+    # The display overwrites lines that it has not printed itself, such as those of Lightning's loggers.
     progress = rich_bar.of(bar)
     shown = progress is not None and progress.live.is_started
     if shown:

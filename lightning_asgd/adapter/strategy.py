@@ -32,7 +32,7 @@ from lightning_asgd.loop.batch_units import counter_of
 from lightning_asgd.loop.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.loop.fixed_fleet import FixedFleet
 from lightning_asgd.loop.fleet import end_idle_membership, idle_membership
-from lightning_asgd.loop.job_options import taken
+from lightning_asgd.loop.job_options import options_among
 from lightning_asgd.loop.training_job import TrainingJob
 from lightning_asgd.monitoring.metrics_board import MetricsBoard
 from lightning_asgd.processes import rank_variables
@@ -143,8 +143,8 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         **lightning: Any,
     ) -> None:
         self._given, others = passed_on(**lightning)
-        self._note(ASGDStrategy.__init__, locals(), others)
-        self.options = taken(StrategyOptions, locals())
+        self._record_call(ASGDStrategy.__init__, locals(), others)
+        self.options = options_among(StrategyOptions, locals())
         self._given["start_method"], self.settings = start_method, self.options.settings
         self.board, self.stats = MetricsBoard(), ExchangeStats()
         self.samples: list[dict[str, Tensor]] = []

@@ -22,7 +22,7 @@ _UNNEEDED = (
     *("bucket_cap_mb", "check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),
     "process_group_backend",
 )
-_INSTEAD = {"ddp_comm_hook": "compression='bf16' or another code", "timeout": "timeouts=Timeouts(collective_s=...)"}
+_INSTEAD = {"ddp_comm_hook": "compression='bf16' or another codec", "timeout": "timeouts=Timeouts(collective_s=...)"}
 
 
 def passed_on(
@@ -33,7 +33,7 @@ def passed_on(
     precision_plugin: Any = None,
     **others: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of Lightning's strategies, and all others. ``LightningCLI`` finds the former in this signature."""
+    """Divide arguments into those of Lightning's strategies, which ``LightningCLI`` finds here, and others."""
     given = dict(locals())
     return given, given.pop("others")
 
@@ -58,7 +58,7 @@ class Takeable:
     def __repr__(self) -> str:
         return self._call
 
-    def _note(self, init: Callable[..., None], given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    def _record_call(self, init: Callable[..., None], given: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         """Remember the call. Raise a :class:`ConfigurationError` for an argument that neither it nor DDP has."""
         from torch.nn.parallel import DistributedDataParallel
 

@@ -17,7 +17,7 @@ from lightning_asgd.compression import Compression
 from lightning_asgd.config import Advanced, Timeouts
 from lightning_asgd.errors import ASGDError, ConfigurationError
 from lightning_asgd.loop.job_address import Surroundings
-from lightning_asgd.loop.job_options import LoopOptions, taken
+from lightning_asgd.loop.job_options import LoopOptions, options_among
 from lightning_asgd.loop.loop_controls import LoopControls
 from lightning_asgd.loop.loop_member import LoopMember
 from lightning_asgd.loop.loop_session import LoopSession
@@ -96,7 +96,7 @@ class AsyncSGD(LoopControls):
     ) -> None:
         for name, value in unknown.items():
             refuse(name, value, list(inspect.signature(AsyncSGD).parameters)[:-1])
-        self._options = taken(LoopOptions, locals())
+        self._options = options_among(LoopOptions, locals())
         self._module = module
         self._listed_optimizers, self._listed_schedulers = _listed(optimizers), _listed(schedulers)
         _check(module, self._listed_optimizers, self._listed_schedulers)

@@ -18,7 +18,7 @@ from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
 from lightning_asgd.validation import one_of, whole
 
-__all__ = ["JobOptions", "LoopOptions", "taken"]
+__all__ = ["JobOptions", "LoopOptions", "options_among"]
 
 
 def _check_importable(kind: type) -> None:
@@ -171,6 +171,6 @@ class LoopOptions(JobOptions):
             )
 
 
-def taken(kind: Any, given: Mapping[str, Any]) -> Any:
+def options_among(kind: Any, given: Mapping[str, Any]) -> Any:
     """The options of a kind of program among ``given``, the local variables of a constructor."""
     return kind(**{each.name: given[each.name] for each in fields(kind)})

@@ -52,7 +52,7 @@ class Rows:
 
     values: Tensor | None = None  # shape `(k * width,)`; None for no row
     numbers: Tensor | None = None  # shape `(k,)`, int32: which rows of the shard, ascending; None for all of them
-    # In a reply the name of the worker's weights with these rows; in a message that of the latest it took, or empty.
+    # A name of the weights with these rows: in a reply the worker's new ones, in a message its latest, or empty.
     at: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Exchange(Request):
     base_version: int  # version of the shard that the update is based on
     push: bool  # whether an update is sent
     fetch: bool  # whether the weights are wanted back
-    # The update by value: a tensor or its code per group but those of tables. None: none, or in the shared block.
+    # The update by value, a tensor or its code per group (not of tables); None if empty or in the shared block.
     update: tuple[Any, ...] | None = None
     rows: tuple[Rows, ...] = ()  # the update of each group of tables, always by value
     steps: Count = 0  # optimizer steps in the update
