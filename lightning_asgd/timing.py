@@ -46,9 +46,7 @@ class TrainingStep:
         self._module = module.to(self.device).train()
         self._optimizer = optimizers[0]
         kinds = [each.kind for each in signature(module.training_step).parameters.values()]
-        self._numbered = (
-            Parameter.VAR_POSITIONAL in kinds or sum(k <= Parameter.POSITIONAL_OR_KEYWORD for k in kinds) > 1
-        )
+        self._numbered = Parameter.VAR_POSITIONAL in kinds or sum(k < Parameter.VAR_POSITIONAL for k in kinds) > 1
 
     @property
     def module(self) -> Any:
