@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,9 +67,12 @@ def job(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def left(folder: Path) -> list[str]:
-    """What is there beside the parent's folder, and torch's own."""
-    names = [path.name for path in folder.rglob("*") if "parents" not in path.parts]
-    return [each for each in names if not each.startswith("pytorch-errorfile")]
+    """Folders and sockets beside the parent's folder.
+
+    torch leaves files: its pytorch-errorfile, and an empty one if its handler of SIGCHLD raises while it makes that.
+    """
+    found = [path for path in folder.rglob("*") if "parents" not in path.parts]
+    return [path.name for path in found if path.is_dir() or path.is_socket()]
 
 
 @pytest.mark.parametrize("start", ["popen", "fork"])
@@ -76,7 +80,8 @@ def test_a_killed_loader_leaves_no_socket_behind(tmp_path: Path, start: str) -> 
     done = job(tmp_path, "loaders", start)
     assert done.returncode == 0, done.stderr  # worker 0 has trained on
     assert KILLED in done.stdout
-    assert "DataLoader worker" in done.stderr
+    # torch raises what it finds first: that a loader was killed, or that its socket does not answer.
+    assert re.search(r"Worker 1 is lost: it raised (RuntimeError: DataLoader worker|Connection|EOFError)", done.stderr)
     assert "FileNotFoundError" not in done.stderr
     assert left(tmp_path) == []
 
