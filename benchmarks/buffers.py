@@ -131,11 +131,9 @@ def run(system: System, kinds: list[str], show: Callable[[str, str], None]) -> d
     for number, kind in enumerate(kinds):
         serve = None
         if system.elastic:
-            port, options["run_id"] = free_port(), f"buffers-{number}"
-            options["server"] = f"127.0.0.1:{port}"
-            about = ["serve", "--host", "127.0.0.1", "--port", str(port), "--run-id", options["run_id"]]
+            options["run"] = f"127.0.0.1:{free_port()}/buffers-{number}"
             call = "from lightning_asgd.cli.command_line import main; main()"
-            serve = subprocess.Popen([sys.executable, "-c", call, *about], stdout=subprocess.DEVNULL)
+            serve = subprocess.Popen([sys.executable, "-c", call, "serve", options["run"]], stdout=subprocess.DEVNULL)
         if pair is None:
             pair = Ranks(system.package, system.strategy, system.workers, **options)
         where = folder / str(number)

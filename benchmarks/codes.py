@@ -168,7 +168,7 @@ def train(job: Job, address: str, network: Network, all_workers: Any) -> dict[st
     loaders = [DataLoader(data, problem.batch, shuffle=True)]
     if job.goal is not None:
         loaders.append(DataLoader(Subset(held_out, range(VALIDATED)), VALIDATED))
-    strategy = ASGDStrategy(**{"nsync": NSYNC, **ROWS[job.row]}, server=address, run_id=RUN, monitor=False)
+    strategy = ASGDStrategy(**{"nsync": NSYNC, **ROWS[job.row]}, run=address, monitor=False)
     options = {**trainer_options(), "max_epochs": job.epochs, "devices": 1, "num_sanity_val_steps": 0}
     pl.Trainer(**options, strategy=strategy, callbacks=[watch]).fit(module, *loaders)
     stats = strategy.stats

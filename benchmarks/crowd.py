@@ -57,7 +57,6 @@ SILENCE_S = 10.0
 JOIN_S, END_S = 120.0, 600.0  # until a worker trains; until all have ended their epoch
 LOOK_S = 2.0  # between two looks at the memory
 GROWTH = 0.03
-RUN_ID = "crowd"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -91,14 +90,14 @@ def _quiet(file: Path) -> None:
 
 def serve(folder: Path, transport: str) -> None:
     _quiet(folder / "serve.log")
-    sys.exit(command(["serve", "--port=0", f"--run-id={RUN_ID}", f"--transport={transport}"]))
+    sys.exit(command(["serve", "127.0.0.1:0/crowd", f"--transport={transport}"]))
 
 
 def work(folder: Path, name: str, address: str, samples: int, transport: str) -> None:
     _quiet(folder / f"{name}.log")
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    run: dict[str, Any] = {"server": address, "run_id": RUN_ID, "transport": transport}
+    run: dict[str, Any] = {"run": address, "transport": transport}
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -138,8 +137,8 @@ class Run:
     def begin(self) -> None:
         """Wait for the server, start all workers, and wait until all train."""
         log = self.folder / "serve.log"
-        self.wait(lambda: log.exists() and 'server="' in log.read_text(), 60, "the server's start")
-        self.address = log.read_text().partition('server="')[2].partition('"')[0]
+        self.wait(lambda: log.exists() and 'run="' in log.read_text(), 60, "the server's start")
+        self.address = log.read_text().partition('run="')[2].partition('"')[0]
         names = [self.join() for _ in range(self.size)]
         self.wait(lambda: all(self.told(name) for name in names), 5 * JOIN_S, "the training of all workers")
         (self.server, *_) = servers_of(psutil.Process(self.main.pid))

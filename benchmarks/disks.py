@@ -163,9 +163,9 @@ def once_per_epoch(out: Path) -> None:
 
 
 def serve(folder: Path, disk: Path, port: int) -> Program:
-    about = f"--port={port}", "--run-id=disks", f"--snapshots={disk / 'snapshots'}", "--snapshot-every-s=0.2"
+    about = f"127.0.0.1:{port}/disks", f"--snapshots={disk / 'snapshots'}", "--snapshot-every-s=0.2"
     command = "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"
-    return Program(folder, "serve", "-c", command, "serve", "--host=127.0.0.1", *about)
+    return Program(folder, "serve", "-c", command, "serve", *about)
 
 
 def run_on(folder: Path, disk: Path, fault: str) -> str:
@@ -174,7 +174,7 @@ def run_on(folder: Path, disk: Path, fault: str) -> str:
     (disk / "snapshots").mkdir()
     programs = [serve(folder, disk, port)]
     try:
-        worker = Program(folder, "worker", PROGRAM, "run", f"127.0.0.1:{port}", folder / "seen.json")
+        worker = Program(folder, "worker", PROGRAM, "run", f"127.0.0.1:{port}/disks", folder / "seen.json")
         programs.append(worker)
         wait(snapshot.exists, 60, "a first snapshot", programs[0])
         with FAULTS[fault](disk):
@@ -280,7 +280,7 @@ def slow(folder: Path, disk: Path) -> str:
             assert file_system.poll() is None, "the slow file system has ended"
             time.sleep(0.05)
         programs.append(serve(folder, disk, port))
-        worker = Program(folder, "worker", PROGRAM, "run", f"127.0.0.1:{port}", folder / "seen.json")
+        worker = Program(folder, "worker", PROGRAM, "run", f"127.0.0.1:{port}/disks", folder / "seen.json")
         programs.append(worker)
         wait(lambda: "BEGUN" in worker.said, 60, "the worker's beginning", worker)
         begun = time.monotonic()

@@ -51,7 +51,7 @@ def main() -> None:
     callbacks: list[Any] = []
     if way == "run":
         about = {"devices": 1}
-        strategy = ASGDStrategy(nsync=2, server=place, run_id="disks", timeouts=Timeouts(silence_s=10.0))
+        strategy = ASGDStrategy(nsync=2, run=place, timeouts=Timeouts(silence_s=10.0))
     elif way == "job":
         callbacks = [ModelCheckpoint(place, every_n_epochs=1, save_top_k=-1)]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

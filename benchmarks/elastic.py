@@ -87,7 +87,7 @@ def _quiet(file: Path) -> None:
 
 def serve(folder: Path) -> None:
     _quiet(folder / "serve.log")
-    sys.exit(command(["serve", "--port=0", "--run-id=counts"]))
+    sys.exit(command(["serve", "127.0.0.1:0/counts"]))
 
 
 def work(folder: Path, name: int, address: str) -> None:
@@ -101,7 +101,7 @@ def work(folder: Path, name: int, address: str) -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        strategy=ASGDStrategy(NSYNC, algorithm=ASGD("sum"), server=address, run_id="counts", timeouts=timeouts),
+        strategy=ASGDStrategy(NSYNC, algorithm=ASGD("sum"), run=address, timeouts=timeouts),
         callbacks=[notes],
         **dict.fromkeys(off, False),
     )
@@ -125,9 +125,9 @@ class Run:
         self.server.start()
         self.workers: dict[int, Any] = {}
         log = folder / "serve.log"
-        _until(lambda: log.exists() and 'server="' in log.read_text(), 60, "the servers' start")
-        self.address = log.read_text().partition('server="')[2].partition('"')[0]
-        host, _, port = self.address.rpartition(":")
+        _until(lambda: log.exists() and 'run="' in log.read_text(), 60, "the servers' start")
+        self.address = log.read_text().partition('run="')[2].partition('"')[0]
+        host, _, port = self.address.partition("/")[0].rpartition(":")
         self.rendezvous = Rendezvous.connect(host, int(port), 10.0)
         self.keys = self.rendezvous.session("counts", "rpc", 10.0)
 

@@ -95,14 +95,14 @@ class Stage:
     def serve(self, *more: str) -> None:
         """Start servers as by hand, and wait for them."""
         address = self.network.addresses[SERVERS]
-        about = [f"--host={address}", f"--port={PORT}", f"--run-id={RUN}", f"--transport={self.transport}"]
+        about = [f"{address}:{PORT}/{RUN}", f"--transport={self.transport}"]
         self.run("serve", SERVERS, ["lightning-asgd", "serve", *about, *more])
-        self.wait(lambda: 'server="' in self.said("serve"), 90, "the servers' start")
+        self.wait(lambda: 'run="' in self.said("serve"), 90, "the servers' start")
 
     def joins(self, host: str = "") -> dict[str, str]:
-        """The variables that name the run."""
+        """The variable that names the run."""
         address = host or self.network.addresses[SERVERS]
-        return {"LIGHTNING_ASGD_SERVER": f"{address}:{PORT}", "LIGHTNING_ASGD_RUN_ID": RUN}
+        return {"LIGHTNING_ASGD_RUN": f"{address}:{PORT}/{RUN}"}
 
     def said(self, name: str) -> str:
         """What a command has printed."""

@@ -1,6 +1,6 @@
 """The program that :mod:`engines` has torchrun, Kubernetes and SLURM start, as a user would write it.
 
-The environment says which run it joins: LIGHTNING_ASGD_SERVER and LIGHTNING_ASGD_RUN_ID; and with which kind of loop:
+The environment says which run it joins: LIGHTNING_ASGD_RUN; and with which kind of loop:
 ENGINES_LOOP is "trainer", "plain" or "fabric".
 """
 

@@ -143,7 +143,7 @@ def island(accelerator: str, address: str) -> None:
 
     strategy: Any = ModelParallelStrategy(1, 1, process_group_backend=None if accelerator == "cuda" else "gloo")
     if address:
-        strategy = ASGDStrategy(1, island=strategy, server=address, run_id="gpu")
+        strategy = ASGDStrategy(1, island=strategy, run=address)
     print(json.dumps(fit(accelerator, strategy, [], sharded=True)))
 
 
@@ -263,12 +263,10 @@ def sharded(accelerator: str, workers: int, folder: Path) -> tuple[bool, str]:
     command = [sys.executable, "-c", "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), SECRET_ENV: "known to this program alone"}
     about: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*command, "serve", "--port=0", "--run-id=gpu"], env=environment, **about) as served:
+    with subprocess.Popen([*command, "serve", "127.0.0.1:0/gpu"], env=environment, **about) as served:
         try:
             lines = iter(served.stdout or ())
-            address = next(
-                (line.partition('server="')[2].partition('"')[0] for line in lines if 'server="' in line), ""
-            )
+            address = next((line.partition('run="')[2].partition('"')[0] for line in lines if 'run="' in line), "")
             if not address:
                 return False, f"`lightning-asgd serve` did not start: exit code {served.wait()}"
             threading.Thread(target=list, args=(lines,), daemon=True).start()  # so that it can write on

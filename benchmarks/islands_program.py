@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=20 benchmarks/islands_program.py FOLDER ddp|fsdp2
 
-The environment says which run it joins: LIGHTNING_ASGD_SERVER and LIGHTNING_ASGD_RUN_ID.
+The environment says which run it joins: LIGHTNING_ASGD_RUN.
 """
 
 from __future__ import annotations

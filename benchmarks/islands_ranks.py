@@ -64,7 +64,7 @@ class Place:
     def strategy(self, nsync: int = 10, algorithm: Algorithm | None = None, **inside: Any) -> Any:
         """A Trainer's; ``inside`` are options of the one inside."""
         shape = self.shape
-        run: dict[str, Any] = {"server": self.address, "run_id": RUN, "monitor": False, "algorithm": algorithm}
+        run: dict[str, Any] = {"run": self.address, "monitor": False, "algorithm": algorithm}
         if shape.joined and shape.ranks == 1:
             return ASGDStrategy(nsync, **run)
         own = inside_of(shape.inside, shape.ranks, **inside)

@@ -301,7 +301,7 @@ class Walk:
 
     def runs(self, *, encrypted: bool) -> str:
         """Servers and a worker here, a worker there; the first worker is killed, the other one ends the run."""
-        words = ("--transport zmq", 'transport="zmq"') if encrypted else ("--run-id my-model\n", "import ASGDStrategy")
+        words = ("--transport zmq", 'transport="zmq"') if encrypted else ("/my-model\n", "import ASGDStrategy")
         serve, code = block(RUNS, "bash", words[0]), block(RUNS, "python", words[1])
         secret = {"LIGHTNING_ASGD_SECRET": self.secret()} if encrypted else {}
         here, there = (self.machine("zmq" if encrypted else "rpc", node, **secret) for node in (0, 1))

@@ -240,7 +240,7 @@ def count(folder: Path, name: str, address: str, step_s: float) -> None:
     seen = torch.nn.ParameterList([torch.zeros(SAMPLES)])
     optimizer = torch.optim.SGD(seen.parameters(), lr=1.0)
     data, file = TensorDataset(torch.arange(SAMPLES)), folder / f"{name}.json"
-    run: dict[str, Any] = {"server": address, "run_id": "counts", "timeouts": Timeouts(silence_s=2.0)}
+    run: dict[str, Any] = {"run": address, "timeouts": Timeouts(silence_s=2.0)}
     with AsyncSGD(seen, optimizer, nsync=3, algorithm=ASGD("sum"), **run) as asgd:
         for epoch in asgd.epochs(COUNTED):
             for (numbers,) in asgd.batches(data, batch_size=4, shuffle=True):
@@ -253,15 +253,16 @@ def count(folder: Path, name: str, address: str, step_s: float) -> None:
 
 
 @contextlib.contextmanager
-def served(run_id: str, on: Network | None = None) -> Iterator[str]:
+def served(name: str, on: Network | None = None) -> Iterator[str]:
     """An elastic run's servers, on this machine or the first one of a network; yields their address."""
-    command = [str(Path(sys.executable).with_name("lightning-asgd")), "serve", "--port=0", f"--run-id={run_id}"]
+    host = "127.0.0.1" if on is None else on.addresses[0]
+    command = [str(Path(sys.executable).with_name("lightning-asgd")), "serve", f"{host}:0/{name}"]
     if on is not None:
-        command = [*on.prefix(0), *command, f"--host={on.addresses[0]}"]
+        command = [*on.prefix(0), *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ}) as server:
         try:
             assert server.stdout is not None
-            yield next(found[1] for line in server.stdout if (found := re.search(r'server="([^"]+)"', line)))
+            yield next(found[1] for line in server.stdout if (found := re.search(r'run="([^"]+)"', line)))
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)

@@ -75,7 +75,7 @@ def touch(share: float, sparse: bool, address: str, network: Network) -> dict[st
     table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.01)
     cable: list[tuple[int, int]] = []
-    with AsyncSGD(table, optimizer, nsync=NSYNC, advanced=Advanced(overlap=False), server=address, run_id=RUN) as asgd:
+    with AsyncSGD(table, optimizer, nsync=NSYNC, advanced=Advanced(overlap=False), run=address) as asgd:
         for _ in range(EXCHANGES + 2):
             for rows in torch.randperm(ROWS)[: round(share * ROWS)].tensor_split(NSYNC):
                 optimizer.zero_grad()

@@ -157,7 +157,7 @@ def train(system: System, seconds: float, meeting: Meeting, rank: int, workers: 
     options: dict[str, Any] = {"devices": 1}
     if system.asgd:
         bound = {"advanced": Advanced(max_offline_steps=NSYNC)} if system.waits else {}
-        options["strategy"] = ASGDStrategy(NSYNC, server=meeting.address, run_id=RUN, monitor=False, **bound)
+        options["strategy"] = ASGDStrategy(NSYNC, run=meeting.address, monitor=False, **bound)
     else:
         os.environ.update(MASTER_ADDR=network.addresses[1], MASTER_PORT=meeting.address)
         os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0", GLOO_SOCKET_IFNAME=network.interfaces[place])

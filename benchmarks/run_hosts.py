@@ -58,7 +58,7 @@ def serve(network: Network, machine: int, folder: Path, transport: str, join: st
     """Run `lightning-asgd serve` on a machine. With ``join`` it stands by."""
     network.enter(machine)
     quiet(folder / f"serve-{machine}.log")
-    where = [f"--host={network.addresses[machine]}", f"--port={PORT}", "--run-id=storm", f"--transport={transport}"]
+    where = [f"{network.addresses[machine]}:{PORT}/storm", f"--transport={transport}"]
     sys.exit(command(["serve", *where, *([f"--join={join}"] if join else options)]))
 
 
@@ -76,7 +76,7 @@ class Run:
         for machine in range(HOSTS):
             self.host(machine, self.places[0] if machine else "")
         for number in range(workers):
-            self.worker(HOSTS + number % MACHINES, f"{number}", ",".join(self.places))
+            self.worker(HOSTS + number % MACHINES, f"{number}", f"{','.join(self.places)}/storm")
             if number % MACHINES == MACHINES - 1:  # more at once would take all of two cores
                 self.wait(lambda: all(self.told(name).get("trains") for name in self.workers), 120, "training")
 
@@ -241,7 +241,7 @@ def run(transport: str, losses: int, chance: random.Random, workers: int, option
                 )
                 if number + 1 < losses:
                     job.stand_by(machine)
-            job.worker(HOSTS, "late", f"{job.places[machine]},{job.places[job.present()]}")
+            job.worker(HOSTS, "late", f"{job.places[machine]},{job.places[job.present()]}/storm")
             job.wait(lambda: job.told("late").get("trains"), 60, "training of a worker that joins late")
             done = job.end()
         finally:

@@ -126,11 +126,10 @@ def nodes(job: Job) -> None:
 
 
 def attached(job: Job) -> None:
-    port = free_port()
-    about = ("--host=127.0.0.1", f"--port={port}", "--run-id=stopping", f"--transport={job.transport}")
-    job.start("serve", "-c", SERVE, "serve", *about)
+    run = f"127.0.0.1:{free_port()}/stopping"
+    job.start("serve", "-c", SERVE, "serve", run, f"--transport={job.transport}")
     for number in (1, 2):
-        more = {"STOPPING_SERVER": f"127.0.0.1:{port}", "STOPPING_NUMBER": str(number)}
+        more = {"STOPPING_RUN": run, "STOPPING_NUMBER": str(number)}
         job.train(f"worker {number}", "attached", **more)
     job.await_workers(2)
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 WAY, TRANSPORT, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-SERVER, RUN_ID = os.environ.get("STOPPING_SERVER", ""), "stopping"
+RUN = os.environ.get("STOPPING_RUN", "")
 STEP_S = 0.02
 
 
@@ -107,7 +107,7 @@ def main() -> None:
         on_ray()
     elif WAY == "attached":
         number = int(os.environ["STOPPING_NUMBER"])
-        about: Any = {"server": SERVER, "run_id": RUN_ID, "timeouts": Timeouts(silence_s=10.0)}
+        about: Any = {"run": RUN, "timeouts": Timeouts(silence_s=10.0)}
         fit(ASGDStrategy(nsync=5, transport=TRANSPORT, **about), number=number, devices=1)
     elif WAY == "nodes":
         fit(ASGDStrategy(nsync=5, transport=TRANSPORT), devices=1, num_nodes=2)

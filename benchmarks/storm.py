@@ -118,12 +118,12 @@ def quiet(file: Path) -> None:
 
 
 def serve(network: Network | None, folder: Path, transport: str) -> None:
-    where = ["--port=0", f"--num-servers={SERVERS}"]
+    host = "127.0.0.1"
     if network is not None:
         network.enter(0)
-        where.append(f"--host={network.addresses[0]}")
+        host = network.addresses[0]
     quiet(folder / "serve.log")
-    sys.exit(command(["serve", *where, "--run-id=storm", f"--transport={transport}"]))
+    sys.exit(command(["serve", f"{host}:0/storm", f"--num-servers={SERVERS}", f"--transport={transport}"]))
 
 
 def work(
@@ -146,8 +146,7 @@ def work(
     strategy = ASGDStrategy(
         NSYNC,
         algorithm=None if program == "digits" else ASGD("sum"),
-        server=address,
-        run_id="storm",
+        run=address,
         transport=transport,
         timeouts=Timeouts(silence_s=SILENCE_S * slower),
     )
@@ -200,8 +199,8 @@ class Run:
         self.server = self._fork(target=serve, args=(network, folder, transport))
         self.server.start()
         log = folder / "serve.log"
-        self.wait(lambda: log.exists() and 'server="' in log.read_text(), 60, "the servers' start")
-        self.address = log.read_text().partition('server="')[2].partition('"')[0]
+        self.wait(lambda: log.exists() and 'run="' in log.read_text(), 60, "the servers' start")
+        self.address = log.read_text().partition('run="')[2].partition('"')[0]
         for machine in self.machines:
             self.start(machine)
         self.wait(lambda: all(self.told(name).get("trains") for name in self.names.values()), 120, "training")

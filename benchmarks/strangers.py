@@ -85,7 +85,7 @@ def refused(job: Job, name: str, seconds: float, text: str) -> str:
 def second_start(job: Job, chance: random.Random) -> str:
     """A second start of the worker of node 1, which lives; of a run, a second `serve` at its port."""
     if job.place.serves:
-        return refused(job, job.start(1, run_id="another"), 40, "serves run_id='strangers'")
+        return refused(job, job.start(1, run="another"), 40, "serves run 'strangers'")
     return refused(job, job.start(1), 40, "claimed rank 1, which process")
 
 

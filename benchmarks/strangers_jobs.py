@@ -116,7 +116,7 @@ def _quiet(file: Path) -> None:
 def _serve(place: Place, folder: Path, port: int, servers: int) -> None:
     place.enter(0)
     _quiet(folder / "serve.log")
-    about = [f"--port={port}", f"--host={place.first(0)}", "--run-id=strangers", f"--transport={place.transport}"]
+    about = [f"{joined(place.first(0), port)}/strangers", f"--transport={place.transport}"]
     sys.exit(command(["serve", *about, f"--num-servers={servers}"]))
 
 
@@ -125,7 +125,7 @@ def _work(place: Place, node: int, name: str, folder: Path, port: int, about: di
     place.enter(node)
     _quiet(folder / f"{name}.log")
     torch.set_num_threads(1)
-    where: dict[str, Any] = {"server": joined(place.first(node), port), "run_id": about.get("run_id", "strangers")}
+    where: dict[str, Any] = {"run": f"{joined(place.first(node), port)}/{about.get('run', 'strangers')}"}
     if not place.serves:
         os.environ.update(NODE_RANK=str(node), MASTER_ADDR=place.first(node), MASTER_PORT=str(port))
         where = {
@@ -180,7 +180,7 @@ class Job:
         try:
             if self.place.serves:
                 self.fork("serve", _serve, self.place, self.folder, self.port, self.about.get("servers", 1))
-                self.wait(lambda: 'server="' in self.said("serve"), 60, "the servers' start")
+                self.wait(lambda: 'run="' in self.said("serve"), 60, "the servers' start")
             for node in (0, 1):
                 self.members[node] = self.start(node)
             self.wait(lambda: all(self.is_in(name) for name in self.members.values()), 60, "training")

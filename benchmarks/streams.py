@@ -118,18 +118,18 @@ def join(kind: str, folder: Path) -> dict[str, Any] | str:
     log = folder / "serve.log"
     with log.open("w") as output:
         start = "import sys; from lightning_asgd.cli.command_line import main; sys.exit(main())"
-        command = [sys.executable, "-c", start, "serve", "--port=0", "--run-id=streams"]
+        command = [sys.executable, "-c", start, "serve", "127.0.0.1:0/streams"]
         server = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
     workers = []
     try:
         until = time.monotonic() + 60
-        while 'server="' not in log.read_text():
+        while 'run="' not in log.read_text():
             if time.monotonic() > until or server.poll() is not None:
                 return "the server did not start"
             time.sleep(0.1)
-        address = log.read_text().partition('server="')[2].partition('"')[0]
+        address = log.read_text().partition('run="')[2].partition('"')[0]
         for name, pause in (("job", 8.0), ("late", 0.0)):
-            options = [f"--server={address}", f"--name={name}", "--step=0.1", "--slow=0.2"]
+            options = [f"--run={address}", f"--name={name}", "--step=0.1", "--slow=0.2"]
             with (folder / f"{name}.log").open("w") as output:
                 command = [str(python_of(kind)), str(PROGRAM), kind, str(folder), *options]
                 workers.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment()))

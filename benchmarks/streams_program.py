@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.05, metavar="SECONDS")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--ddp", action="store_true")
-    parser.add_argument("--server")
+    parser.add_argument("--run")
     parser.add_argument("--name", default="job")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -284,12 +284,12 @@ def main() -> None:
         from lightning_asgd import ASGDStrategy, Timeouts
         from lightning_asgd.algorithms import ASGD
 
-        run = {"server": args.server, "run_id": "streams"} if args.server else {}
+        run = {"run": args.run} if args.run else {}
         strategy = ASGDStrategy(nsync=5, algorithm=ASGD("sum"), timeouts=Timeouts(silence_s=3), **run)
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1 if args.server else args.workers,
+        devices=1 if args.run else args.workers,
         strategy=strategy,
         max_epochs=args.epochs,
         **dict.fromkeys(off, False),

@@ -157,16 +157,16 @@ class Hosts:
         for number in range(2):
             joins = f"--join=127.0.0.1:{self.places[0][1]}" if number else f"--num-servers={SERVERS}"
             with (folder / f"serve-{number}.log").open("w") as log:
-                about = ["serve", "--port=0", "--run-id=takeover", "--transport=zmq", joins]
+                about = ["serve", "127.0.0.1:0/takeover", "--transport=zmq", joins]
                 command = [sys.executable, "-c", COMMAND, *about]
                 self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
             try:
-                wait(lambda number=number: 'server="' in self.said(number), "host")  # type: ignore[misc]
+                wait(lambda number=number: 'run="' in self.said(number), "host")  # type: ignore[misc]
             except RuntimeError as error:
                 self.close()
                 raise RuntimeError(f"{error}\n{self.said(number)}") from error
-            address = self.said(number).partition('server="')[2].partition('"')[0].rpartition(":")[2]
-            self.places.append(("127.0.0.1", int(address)))
+            run = self.said(number).partition('run="')[2].partition("/")[0]  # of the second host: both addresses
+            self.places.append(("127.0.0.1", int(run.rpartition(":")[2])))
 
     def said(self, number: int) -> str:
         """What one has printed."""

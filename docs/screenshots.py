@@ -273,13 +273,13 @@ def run(folder: Path) -> Iterator[str]:
     """Servers and two workers on this machine, by the pages' commands; where they serve."""
     machine = newcomer.Machine(folder, _environment())
     logs = [folder / name for name in ("serve.log", "1.log", "2.log")]
-    servers = machine.start("lightning-asgd serve --port 0 --run-id digits", logs[0])
+    servers = machine.start("lightning-asgd serve 127.0.0.1:0/digits", logs[0])
     with newcomer.ended(servers):
-        newcomer.until(lambda: "server=" in logs[0].read_text(), "the servers' start", *logs[:1])
-        address = logs[0].read_text().partition('server="')[2].partition('"')[0]
+        newcomer.until(lambda: "run=" in logs[0].read_text(), "the servers' start", *logs[:1])
+        address = logs[0].read_text().partition('run="')[2].partition('"')[0]
         watched = f"""
 from lightning_asgd import ASGDMonitor, ASGDStrategy
-Trainer(devices=1, max_epochs=-1, callbacks=[ASGDMonitor()], strategy=ASGDStrategy(server="{address}", run_id="digits"))
+Trainer(devices=1, max_epochs=-1, callbacks=[ASGDMonitor()], strategy=ASGDStrategy(run="{address}"))
 """
         program = newcomer.block(newcomer.ONE_MACHINE, "python", "class Digits")
         (folder / "train.py").write_text(newcomer.changed(program, watched))

@@ -1,7 +1,7 @@
 """A worker that joins when its machine becomes available and leaves when the machine is taken away.
 
-    lightning-asgd serve --port 29400 --run-id digits     # once, on a machine that stays
-    python examples/spot_worker.py                        # on every other machine; with --server HOST:29400
+    lightning-asgd serve 127.0.0.1:29400/digits           # once, on a machine that stays
+    python examples/spot_worker.py                        # on every other machine; with --run HOST:29400/digits
 
 Start the second command several times, and stop any of the workers with Ctrl-C or with `kill`. `kill` sends SIGTERM, as
 spot machines, Kubernetes and SLURM do; the worker then ends with exit code 0. The others take its data and continue. If
@@ -29,15 +29,14 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker of an elastic run.")
-    parser.add_argument("--server", default="127.0.0.1:29400", help="address of `lightning-asgd serve`")
-    parser.add_argument("--run-id", default="digits", help="the run's name")
+    parser.add_argument("--run", default="127.0.0.1:29400/digits", help="the run, as `lightning-asgd serve` prints it")
     parser.add_argument("--fast", action="store_true", help="2 epochs instead of 20")
     args = parser.parse_args()
     seed_everything(1)  # all workers alike: they must agree on the order of the data
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=ASGDStrategy(nsync=10, server=args.server, run_id=args.run_id),
+        strategy=ASGDStrategy(nsync=10, run=args.run),
         max_epochs=2 if args.fast else 20,
         num_sanity_val_steps=0,  # nobody has the time
         callbacks=[ModelCheckpoint(RESULTS / "spot_worker", save_last=True)],  # in case that the servers' machine dies

@@ -8,12 +8,12 @@ from typing import Any
 from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression, find_compression
-from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, server_address
+from lightning_asgd.environment import SECRET_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.settings import Advanced, Timeouts
 from lightning_asgd.validation import whole
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "SERVER_ENV", "Advanced", "ExchangeConfig", "Timeouts", "server_address"]
+__all__ = ["SECRET_ENV", "Advanced", "ExchangeConfig", "Timeouts"]
 
 _NSYNC = 10  # where it is not "auto", and until a worker has measured something
 

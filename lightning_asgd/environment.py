@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = [
-    "RUN_ENV",
-    "SECRET_ENV",
-    "SERVER_ENV",
-    "TRANSPORT_ENV",
-    "joined",
-    "parted",
-    "server_address",
-    "server_addresses",
-]
+__all__ = ["RUN_ENV", "SECRET_ENV", "TRANSPORT_ENV", "joined", "parted", "run_hosts", "run_place", "server_address"]
 
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
 
-SERVER_ENV, RUN_ENV = "LIGHTNING_ASGD_SERVER", "LIGHTNING_ASGD_RUN_ID"
-"""What ``ASGDStrategy(server=..., run_id=...)`` are if neither is given."""
+RUN_ENV = "LIGHTNING_ASGD_RUN"
+"""What ``ASGDStrategy(run=...)`` is if that is not given."""
 
 TRANSPORT_ENV = "LIGHTNING_ASGD_TRANSPORT"
 """What ``transport="auto"`` is then."""
@@ -42,10 +33,10 @@ def parted(place: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def server_address(server: str, name: str = "server") -> tuple[str, int]:
-    """Host and port of ``"host:port"`` or ``"[fd00::1]:29400"``. Raises a ``ConfigurationError`` that has ``name``."""
+def server_address(server: str, name: str) -> tuple[str, int]:
+    """Host and port of ``"host:port"``, with or without a run's name. Raises a ``ConfigurationError``."""
     try:
-        host, port = parted(server)
+        host, port = parted(server.partition("/")[0])
     except ValueError:
         port = 0
     if not port:
@@ -56,6 +47,28 @@ def server_address(server: str, name: str = "server") -> tuple[str, int]:
     return host, port
 
 
-def server_addresses(servers: str, name: str = "server") -> tuple[tuple[str, int], ...]:
-    """The same of several, with commas between them: ``"10.0.0.1:29400,10.0.0.2:29400"``."""
-    return tuple(server_address(each.strip(), name) for each in servers.split(","))
+def run_hosts(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
+    """Addresses of a run's hosts and its name; port 0 and no name pass.
+
+    ``run`` is ``"10.0.0.1:29400/my-model"``; several hosts have commas between them. Raises a ``ConfigurationError``.
+    """
+    try:
+        hosts, _, name = run.partition("/")
+        return tuple(parted(each.strip()) for each in hosts.split(",")), name
+    except (AttributeError, ValueError) as error:
+        raise _no_run(given, run) from error
+
+
+def run_place(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
+    """The same of a run that exists: with a name and ports."""
+    hosts, name = run_hosts(run, given)
+    if not name or not all(port for _, port in hosts):
+        raise _no_run(given, run)
+    return hosts, name
+
+
+def _no_run(given: str, run: str) -> ConfigurationError:
+    return ConfigurationError(
+        f'{given}={run!r}. Expected "host:port/name", such as "10.0.0.1:29400/my-model", as `lightning-asgd serve` '
+        'prints it. Put brackets around an IPv6 address: "[fd00::1]:29400/my-model".'
+    )

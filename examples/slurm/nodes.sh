@@ -9,4 +9,4 @@
 #SBATCH --signal=USR1@60
 #SBATCH --no-kill
 
-srun --kill-on-bad-exit=0 --wait=0 python examples/spot_worker.py --server "$SERVER:29400" --run-id digits
+srun --kill-on-bad-exit=0 --wait=0 python examples/spot_worker.py --run "$SERVER:29400/digits"

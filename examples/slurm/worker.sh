@@ -8,4 +8,4 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@60
 
-exec srun python examples/spot_worker.py --server "$SERVER:29400" --run-id digits
+exec srun python examples/spot_worker.py --run "$SERVER:29400/digits"

@@ -82,7 +82,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
     The worker leaves at the end of the script, or by ``fabric.strategy.teardown()``.
 
     Args:
-        server, run_id: an elastic run that the worker joins, with ``devices=1``.
+        run: an elastic run that the worker joins, with ``devices=1``.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
         total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
         lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and ``precision``
@@ -117,8 +117,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
         on_worker_failure: Literal["continue", "abort"] = "continue",
         timeouts: Timeouts | None = None,
         transport: Literal["auto", "rpc", "zmq"] = "auto",
-        server: str | None = None,
-        run_id: str | None = None,
+        run: str | None = None,
         seed: int = 0,
         total_steps: int | None = None,
         advanced: Advanced | None = None,

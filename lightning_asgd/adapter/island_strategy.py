@@ -131,10 +131,10 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         """The launcher of a Trainer that hosts the run itself; None where Lightning's own was made."""
         mine: Any = self
         size = size_of_islands(self.options.island, self._inside, mine.num_processes)
-        if self.options.server is not None:
+        if self.options.run is not None:
             if isinstance(self.options.island, int) and size != mine.num_processes * mine.num_nodes:
                 raise ConfigurationError(
-                    f"island={size} was given with server=... to a Trainer with devices={mine.num_processes} and "
+                    f"island={size} was given with run=... to a Trainer with devices={mine.num_processes} and "
                     f"num_nodes={mine.num_nodes}. Expected as many: such a Trainer is one island."
                 )
             launcher = self.make_lightnings_launcher()

@@ -78,14 +78,12 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         transport: ``"rpc"``: torch's own, without authentication. ``"zmq"``: every connection is encrypted and
             authenticated with the job's secret; it needs ``pip install pyzmq`` and, on several machines, the same
             ``LIGHTNING_ASGD_SECRET`` on each. ``"auto"``: ``"zmq"`` where that is given. The first lines say which.
-        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``; of a run with
-            several hosts theirs, with commas between them. This Trainer joins it as one more worker, with one device,
-            at any time: it receives weights and progress, and leaves when it ends. None: what
-            ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name, else a separate job.
-        run_id: name of that run.
+        run: elastic run that `lightning-asgd serve` hosts, such as ``"10.0.0.1:29400/my-model"``; several hosts have
+            commas between them. This Trainer joins it as one more worker, with one device, at any time: it receives
+            weights and progress, and leaves when it ends. None: what ``LIGHTNING_ASGD_RUN`` names, else a separate job.
         island: divide the devices into groups that train in lock-step, each of which exchanges as one worker. A number:
             groups of as many devices, with DDP inside. ``"ddp"``, or a ``DDPStrategy`` or ``ModelParallelStrategy`` of
-            Lightning's: how each machine's devices train, or as many as the latter's sizes say. With ``server`` the
+            Lightning's: how each machine's devices train, or as many as the latter's sizes say. With ``run`` the
             Trainer is one such group.
         monitor: have an :class:`~lightning_asgd.ASGDMonitor` log what the workers do, if the Trainer has a logger. A
             monitor among the Trainer's callbacks is used instead.
@@ -135,8 +133,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         on_worker_failure: Literal["continue", "abort"] = "continue",
         timeouts: Timeouts | None = None,
         transport: Literal["auto", "rpc", "zmq"] = "auto",
-        server: str | None = None,
-        run_id: str | None = None,
+        run: str | None = None,
         island: Any = None,
         monitor: bool = True,
         advanced: Advanced | None = None,

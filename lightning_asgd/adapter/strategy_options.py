@@ -44,7 +44,7 @@ class StrategyOptions(JobOptions):
         algorithm = self.config.algorithm
         if isinstance(self.island, int):
             whole("island", self.island)
-        if self.server is None:
+        if self.run is None:
             self._check_one_machine(f"island={self.island!r}", "the servers of islands run on the first machine.")
             self._check_run(f"island={self.island!r}")
             if self.start_method != "popen":

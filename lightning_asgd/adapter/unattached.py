@@ -177,11 +177,11 @@ def _change_hands(strategy: Any) -> None:
 
 def _check_supports(strategy: Takeable, tree: Tree, accelerator: Any) -> None:
     """Raise if a Trainer would have to start several workers on an accelerator for which Lightning starts none."""
-    if isinstance(accelerator, tree.MPSAccelerator) and strategy.options.server is None:
+    if isinstance(accelerator, tree.MPSAccelerator) and strategy.options.run is None:
         name = type(strategy).__name__
         raise ConfigurationError(
             f"Trainer(strategy={name}(...)) was given the accelerator MPS. Expected a strategy for a single device, "
-            f"since Lightning starts no workers on MPS. Pass {name}(server='host:port', run_id='name') and devices=1 "
+            f"since Lightning starts no workers on MPS. Pass {name}(run='host:port/name') and devices=1 "
             "to train in an elastic run, whose servers are started with `lightning-asgd serve`, or pass "
             "accelerator='cpu'."
         )

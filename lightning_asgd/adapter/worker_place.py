@@ -106,7 +106,7 @@ def _is_started_by_others(environment: Any) -> bool:
 
 def check_is_one_worker(devices: int, num_nodes: int, environment: Any) -> None:
     """Check that a Trainer of an elastic run is a single worker: one of the processes of ``environment``, or alone."""
-    given = f"devices={devices} and num_nodes={num_nodes} were given with server=..."
+    given = f"devices={devices} and num_nodes={num_nodes} were given with run=..."
     if environment is not None and _is_started_by_others(environment):
         local_rank = environment.local_rank()
         if devices > 1 and local_rank >= devices:

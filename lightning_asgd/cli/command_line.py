@@ -39,7 +39,7 @@ COMMANDS: dict[str, Callable[..., int | None]] = {
 
 _EXAMPLES = {
     "doctor": "lightning-asgd doctor",
-    "serve": "lightning-asgd serve --host 10.0.0.1 --port 29400 --run-id my-model",
+    "serve": "lightning-asgd serve 10.0.0.1:29400/my-model",
     "status": "lightning-asgd status 10.0.0.1:29400 --watch",
     "health": "lightning-asgd health 10.0.0.1:29400",
     "report": "lightning-asgd report lightning_logs/version_0 --bundle",
@@ -156,7 +156,7 @@ _whole_numbers.__name__ = "list of whole numbers"  # for argparse's error
 
 
 def _hyphenated(word: str) -> str:
-    """``--run_id`` is ``--run-id``: people also write the names of the arguments in Python."""
+    """``--num_servers`` is ``--num-servers``: people also write the names of the arguments in Python."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

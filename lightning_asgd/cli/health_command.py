@@ -7,14 +7,14 @@ import sys
 __all__ = ["health"]
 
 
-def health(server: str, *, timeout_s: float = 3.0) -> int:
+def health(run: str, *, timeout_s: float = 3.0) -> int:
     """Check that the servers of an elastic run answer.
 
     Prints one line. The exit code is 0 if all servers have answered `serve` just now, else 1. For readiness and
     liveness probes: it takes a fraction of a second.
 
     Args:
-        server: address of the servers, as "host:port", as `lightning-asgd serve` prints it.
+        run: "host:port" or "host:port/name", as `lightning-asgd serve` prints it.
         timeout_s: seconds to wait for a reply.
     """
     from lightning_asgd.environment import server_address
@@ -22,6 +22,6 @@ def health(server: str, *, timeout_s: float = 3.0) -> int:
     from lightning_asgd.validation import at_least
 
     at_least("timeout_s", timeout_s, 0, above=True, finite=True)
-    good, text = ask_health(*server_address(server), timeout_s)
+    good, text = ask_health(*server_address(run, "run"), timeout_s)
     (sys.stdout if good else sys.stderr).write(f"{text}\n")
     return 0 if good else 1

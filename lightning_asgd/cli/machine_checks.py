@@ -212,7 +212,7 @@ def check_accelerator(kind: str, names: Sequence[str]) -> Check:
     """The devices that torch sees."""
     if kind == "mps":
         text = 'mps. Lightning starts no workers on MPS, so accelerator="mps" and "auto" are refused for a job.'
-        advice = 'Pass accelerator="cpu", or join an elastic run: `lightning-asgd serve`, server=..., devices=1.'
+        advice = 'Pass accelerator="cpu", or join an elastic run: `lightning-asgd serve`, run=..., devices=1.'
         return Check("accelerators", PROBLEM, text, advice)
     text = f"{len(names)} {kind}: {', '.join(names)}" if names else "none, training uses CPUs"
     return Check("accelerators", OK, text)

@@ -30,10 +30,8 @@ _POLL = 0.08  # of the lease, where this is running
 
 
 def serve(
+    run: str,
     *,
-    port: int,
-    run_id: str,
-    host: str = "127.0.0.1",
     num_servers: int = 1,
     transport: Literal["auto", "rpc", "zmq"] = "auto",
     snapshots: Path | None = None,
@@ -50,10 +48,9 @@ def serve(
     the run over.
 
     Args:
-        port: port at which workers find the run, and the only one with "zmq". "rpc" needs all ports in both directions.
-        run_id: name of the run, of your choice. Give workers the same name.
-        host: name or address of this machine to listen at, IPv4 or IPv6. At the default only workers on this machine
-            reach the servers, and those for which a tunnel ends there.
+        run: "host:port/name": the address of this machine at which workers find the run, the port, and a name of your
+            choice. With "zmq" no other port is used; "rpc" needs all ports in both directions. At 127.0.0.1 only
+            workers on this machine reach the servers, and those for which a tunnel ends there.
         num_servers: processes that share the weights equally. With --join as many as the run has.
         transport: "rpc" is torch's, without authentication. "zmq" encrypts every connection, and accepts only processes
             with the same secret in the environment variable LIGHTNING_ASGD_SECRET. "auto" is "zmq" where that is set.
@@ -61,8 +58,8 @@ def serve(
             the run continues from them. Without a folder the run ends with its servers.
         snapshot_every_s: seconds between two snapshots. If all servers are lost, so are the updates since the latest.
         on_snapshot_failure: if one cannot be written, "continue" with a warning, or "stop" with exit code 1.
-        join: address of a host of the same run, as "host:port". This machine stands by, and takes the run over when the
-            host that serves is lost. Give workers the addresses of all hosts.
+        join: "host:port" of a host of the same run. This machine stands by, and takes the run over when the host that
+            serves is lost. Give workers the addresses of all hosts.
         machines: number of machines among which the servers are divided, with this one. The others join with --join,
             and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
         lease_s: if other hosts have joined with --join: seconds for which this host keeps serving without hearing from
@@ -70,12 +67,13 @@ def serve(
             after about two and a half times as long. If it is shorter than the pauses of a busy machine, healthy hosts
             are replaced as well.
     """
+    from lightning_asgd.environment import server_address
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
     from lightning_asgd.processes.lent_servers import ServerBorrower, servers_of_machine
 
-    _check(port, run_id, host, num_servers, snapshot_every_s, lease_s)
+    host, port, run_id = _checked(run, num_servers, snapshot_every_s, lease_s)
     _check_machines(machines, num_servers, join, snapshots)
-    where, stopped = None if join is None else _place(join), _signals()
+    where, stopped = None if join is None else server_address(join, "join"), _signals()
     name, line, rendezvous, interface = _open(transport, host, port)
     with contextlib.ExitStack() as ends:
         ends.callback(rendezvous.close)
@@ -119,22 +117,12 @@ def _host(
                 if until and time.monotonic() > until:
                     raise LaunchError(
                         f"The present host of run {entry.run!r} has not reached this one at {entry.address} within "
-                        f"{_START_S:g} s. Expected an address that all hosts reach. Give another --host."
+                        f"{_START_S:g} s. Expected an address that all hosts reach. Give another one."
                     )
                 time.sleep(min(_POLL_S, _POLL * entry.lease_s))
                 health.keys = hosting.keys
                 overseer.check_servers()
             hosting.leave()
-
-
-def _place(join: str) -> tuple[str, int]:
-    from lightning_asgd.environment import parted
-    from lightning_asgd.errors import ConfigurationError
-
-    try:
-        return parted(join)
-    except ValueError as error:
-        raise ConfigurationError(f'join={join!r}. Expected the "host:port" of a host of the run.') from error
 
 
 def _entry(
@@ -168,9 +156,9 @@ def _entry(
     same = (found.run, found.transport) == (run_id, transport)
     if not same or num_servers not in (1, found.servers) or lease_s not in (_LEASE_S, found.lease_s):
         raise LaunchError(
-            f"{joined(*join)} hosts run_id={found.run!r} with transport={found.transport!r}, "
+            f"{joined(*join)} hosts run {found.run!r} with transport={found.transport!r}, "
             f"num_servers={found.servers} and lease_s={found.lease_s:g}. Expected the same here, where "
-            f"run_id={run_id!r}, transport={transport!r}, num_servers={num_servers} and lease_s={lease_s:g}."
+            f"run {run_id!r}, transport={transport!r}, num_servers={num_servers} and lease_s={lease_s:g}."
         )
     return HostEntry(run_id, transport, found.servers, me, hosts=(found.address,), lease_s=found.lease_s)
 
@@ -197,20 +185,23 @@ def _settings(
     return ServerSettings(interface, entry.transport, snapshot_or_end=on_failure == "stop", **about)
 
 
-def _check(port: int, run_id: str, host: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> None:
-    """Raise a ``ConfigurationError`` for a value that is out of range."""
+def _checked(run: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> tuple[str, int, str]:
+    """Host, port and name of the run. Raises a ``ConfigurationError`` for a value that is out of range."""
+    from lightning_asgd.environment import run_hosts
     from lightning_asgd.errors import ConfigurationError
     from lightning_asgd.processes.host_entry import LONGEST_S, SHORTEST_S
     from lightning_asgd.validation import between, seconds, whole
 
     seconds("snapshot_every_s", snapshot_every_s)
     whole("num_servers", num_servers)
-    between("port", port, 0, 65535)
     between("lease_s", lease_s, SHORTEST_S, LONGEST_S)
-    if not run_id:
-        raise ConfigurationError("run_id=''. Expected a name of your choice, such as run_id=my-model.")
-    if host in ("", "0.0.0.0", "::"):
-        raise ConfigurationError(f"host={host!r}. Expected the address at which workers reach this machine.")
+    hosts, name = run_hosts(run)
+    if not name or len(hosts) > 1 or hosts[0][0] in ("0.0.0.0", "::"):
+        raise ConfigurationError(
+            f"run={run!r}. Expected the address at which workers reach this machine, a port and a name, such as "
+            "10.0.0.1:29400/my-model."
+        )
+    return *hosts[0], name
 
 
 def _check_machines(machines: int, num_servers: int, join: str | None, snapshots: Path | None) -> None:
@@ -273,7 +264,7 @@ def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous, s
     except LaunchError as error:  # its advice is for jobs
         raise LaunchError(
             f"Cannot listen on {joined(host, port)}: {error.__cause__}. "
-            "Give another --port, or a --host of this machine."
+            "Give another port, or an address of this machine."
         ) from error
     interface = kind.open_to_others(rendezvous, interface_of(resolve(host)))
     return name, f"Transport {name} ({why}) {who}", rendezvous, interface
@@ -306,17 +297,18 @@ def _explain(
     if join is None:
         known, has = entry.address, f"Run {entry.run!r} has {number} at {entry.address}."
     else:
-        known, has = f"{join},{entry.address}", f"{entry.address} stands by for run {entry.run!r}, with {number}."
-    sys.stdout.write(
-        f'{has} Workers attach with\n  Trainer(strategy=ASGDStrategy(server="{known}", run_id={entry.run!r}), ...)\n'
-    )
+        known, has = (
+            f"{join.partition('/')[0]},{entry.address}",
+            f"{entry.address} stands by for run {entry.run!r}, with {number}.",
+        )
+    sys.stdout.write(f'{has} Workers attach with\n  Trainer(strategy=ASGDStrategy(run="{known}/{entry.run}"), ...)\n')
     if version is not None and join is None:
         sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")
     if machines > 1:
         others = "one more machine has" if machines == 2 else f"{machines - 1} more machines have"
         sys.stdout.write(
             f"Workers can attach once {others} joined with\n"
-            f"  lightning-asgd serve --host ... --port ... --run-id {entry.run} --join {entry.address}\n"
+            f"  lightning-asgd serve HOST:PORT/{entry.run} --join {entry.address}\n"
         )
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

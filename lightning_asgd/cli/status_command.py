@@ -20,12 +20,12 @@ _START_S = 10.0
 _ANSWER_S = 10.0
 
 
-def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) -> None:
+def status(run: str, *, watch: bool = False, every_n_seconds: float = 2.0) -> None:
     """Show the workers of an elastic run, and its progress.
 
     Args:
-        server: address of the servers, as "host:port" or "[IPv6]:port", as `lightning-asgd serve` prints it; of several
-            hosts with commas between them.
+        run: "host:port/name", as `lightning-asgd serve` prints it, or only "host:port"; several hosts have commas
+            between them.
         watch: update the table until Ctrl-C.
         every_n_seconds: seconds between two updates.
     """
@@ -33,43 +33,46 @@ def status(server: str, *, watch: bool = False, every_n_seconds: float = 2.0) ->
 
     seconds("every_n_seconds", every_n_seconds)
     screen = console()
-    transport, run = _connect(server)
+    transport, name = _connect(run)
     try:
         view = _look(transport)
-        screen.print(tables(run, view))
+        screen.print(tables(name, view))
         while watch and not screen.is_terminal:  # there is nothing to overwrite
             time.sleep(every_n_seconds)
             before, view = view, _look(transport)
-            screen.print(tables(run, view, before))
+            screen.print(tables(name, view, before))
         if watch:
             from rich.live import Live
 
-            with Live(tables(run, view), console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
+            with Live(tables(name, view), console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
                 while True:
                     time.sleep(every_n_seconds)
                     before, view = view, _look(transport)
-                    live.update(tables(run, view, before), refresh=True)
+                    live.update(tables(name, view, before), refresh=True)
     finally:
         transport.close()
 
 
-def _connect(server: str) -> tuple[Transport, str]:
+def _connect(asked: str) -> tuple[Transport, str]:
     from lightning_asgd.config import SECRET_ENV
-    from lightning_asgd.environment import server_addresses
+    from lightning_asgd.environment import joined, run_hosts
     from lightning_asgd.errors import LaunchError
     from lightning_asgd.processes.run_finder import RunFinder
     from lightning_asgd.transports import registry
     from lightning_asgd.transports.addresses import interface_of, local_address_towards
     from lightning_asgd.transports.rendezvous import Rendezvous
 
-    host, port = RunFinder(server_addresses(server)).find(_START_S)
+    hosts, name = run_hosts(asked)
+    host, port = RunFinder(hosts).find(_START_S)
     rendezvous, run, keys = Rendezvous.find_run(host, port, _START_S)
     kind = registry.kind_of(run["transport"])
     if SECRET_ENV in os.environ and not kind.encrypted:
         raise LaunchError(
-            f"{server} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
+            f"{asked} says that it serves with transport={run['transport']!r}, but {SECRET_ENV} is set. Expected "
             "'zmq', or no secret: a foreign process may be answering there."
         )
+    if name not in ("", run["run_id"]):
+        raise LaunchError(f"{joined(host, port)} serves run {run['run_id']!r}. Expected {name!r}, as given.")
     kind.check_available()
     with rendezvous:
         address = rendezvous.server(0, keys[0], _START_S)

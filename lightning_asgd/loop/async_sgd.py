@@ -43,11 +43,9 @@ class AsyncSGD(LoopControls):
         module: what is trained, on its device.
         optimizers: one or several, in any order.
         schedulers: learning-rate schedulers, whose state a worker that joins later takes over from the others.
-        server: address of an elastic run that `lightning-asgd serve` hosts, as ``"host:port"``; of a run with
-            several hosts theirs, with commas between them. The worker joins it at any time. None: what
-            ``LIGHTNING_ASGD_SERVER`` and ``LIGHTNING_ASGD_RUN_ID`` name; else a job whose workers start and end
-            together, with the variables that torchrun sets; or a worker alone without these.
-        run_id: name of that run.
+        run: elastic run that `lightning-asgd serve` hosts, such as ``"10.0.0.1:29400/my-model"``; several hosts have
+            commas between them. The worker joins it at any time. None: what ``LIGHTNING_ASGD_RUN`` names; else a job
+            whose workers start and end together, with the variables that torchrun sets; or a worker alone without them.
         seed: of the order of the samples in :meth:`batches`, the same on all workers.
         total_steps: optimizer steps that each worker takes, for ``nsync="restarted"``. It does not end the training.
 
@@ -80,8 +78,7 @@ class AsyncSGD(LoopControls):
         optimizers: Any,
         *,
         schedulers: Any = (),
-        server: str | None = None,
-        run_id: str | None = None,
+        run: str | None = None,
         seed: int = 0,
         nsync: int | str | None = None,
         algorithm: Algorithm | str | None = None,

@@ -12,7 +12,7 @@ from lightning_asgd.algorithms import Algorithm
 from lightning_asgd.algorithms.base import Payload
 from lightning_asgd.compression import Compression
 from lightning_asgd.config import Advanced, ExchangeConfig, Timeouts
-from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV, server_addresses
+from lightning_asgd.environment import RUN_ENV, TRANSPORT_ENV, run_place
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.protocol import Policy
 from lightning_asgd.transports.registry import AUTO, check_name
@@ -42,13 +42,12 @@ class JobOptions:
     on_worker_failure: Literal["continue", "abort"]
     timeouts: Timeouts | None
     transport: Literal["auto", "rpc", "zmq"]
-    server: str | None
-    run_id: str | None
+    run: str | None
     advanced: Advanced | None
 
     def __post_init__(self) -> None:
         """Raise a :class:`ConfigurationError` if one is of the wrong type or out of range."""
-        if self.server is None and self.run_id is None:  # an engine may have started this process for a run
+        if self.run is None:  # an engine may have started this process for a run
             self._take_from_environment()
         config = self.config
         for rule in (config.algorithm, *config.algorithm.transforms, config.compression):
@@ -61,32 +60,20 @@ class JobOptions:
                 f"Advanced.server_machines={config.server_machines} was given with num_servers={self.num_servers}. "
                 "Expected at least one server per machine."
             )
-        if self.server is not None or self.run_id is not None:
-            self._check_attaches()
-            _ = self.addresses
+        if self.run is not None:
+            run_place(self.run)
+            where = "`lightning-asgd serve --machines` divides the servers of an elastic run."
+            self._check_one_machine(f"run={self.run!r}", where)
+            self._check_run(f"run={self.run!r}")
 
     def _take_from_environment(self) -> None:
-        server, run_id = os.environ.get(SERVER_ENV), os.environ.get(RUN_ENV)
-        object.__setattr__(self, "server", server)
-        object.__setattr__(self, "run_id", run_id)
-        if server and run_id:
-            server_addresses(server, f"The environment has {SERVER_ENV}")
-        if server is not None and self.transport == AUTO:
+        if (run := os.environ.get(RUN_ENV)) is None:
+            return
+        run_place(run, f"The environment has {RUN_ENV}")
+        object.__setattr__(self, "run", run)
+        if self.transport == AUTO:
             object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
             check_name(self.transport, f"The environment has {TRANSPORT_ENV}")
-
-    def _check_attaches(self) -> None:
-        """Check what was given together with ``server=`` or ``run_id=``."""
-        server = self.server
-        if not server or not self.run_id:
-            found = (server, self.run_id) == (os.environ.get(SERVER_ENV), os.environ.get(RUN_ENV))
-            names = (f"The environment has {SERVER_ENV}", RUN_ENV) if found else ("server", "run_id")
-            raise ConfigurationError(
-                f"{names[0]}={server!r} and {names[1]}={self.run_id!r}. Expected both, or neither."
-            )
-        where = "`lightning-asgd serve --machines` divides the servers of an elastic run."
-        self._check_one_machine(f"server={server!r}", where)
-        self._check_run(f"server={server!r}")
 
     def _check_one_machine(self, given: str, why: str) -> None:
         if self.config.server_machines > 1:
@@ -143,9 +130,9 @@ class JobOptions:
         )
 
     @property
-    def addresses(self) -> tuple[tuple[str, int], ...]:
-        """Where the servers of a run may be; none in a job of its own."""
-        return () if self.server is None else server_addresses(self.server)
+    def place(self) -> tuple[tuple[tuple[str, int], ...], str]:
+        """Where the servers of a run may be, and its name; empty in a job of its own."""
+        return ((), "") if self.run is None else run_place(self.run)
 
 
 @dataclass(frozen=True, kw_only=True)

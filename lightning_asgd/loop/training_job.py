@@ -122,6 +122,7 @@ class TrainingJob:
         """The job that a program's arguments ask for."""
         config = options.config
         writes = config.restorable and config.algorithm.keeps_state
+        given, run_id = options.place
         return cls(
             options.num_servers,
             config.timeouts.start_s,
@@ -129,8 +130,8 @@ class TrainingJob:
             config.restorable and not options.policy.abort,
             options.transport,
             config.snapshot_every_s if writes else 0.0,
-            given=options.addresses,
-            run_id=options.run_id or "",
+            given=given,
+            run_id=run_id,
             server_machines=config.server_machines,
             lease_s=placed_servers.lease_of(config.timeouts.silence_s, config.timeouts.start_s),
         )
@@ -260,9 +261,8 @@ class TrainingJob:
         mine = {"run_id": self.run_id, "transport": self.transport}
         if served != mine:
             raise LaunchError(
-                f"{joined(*self.address)} serves run_id={served['run_id']!r} with "
-                f"transport={served['transport']!r}. Expected run_id={self.run_id!r} and transport={self.transport!r}, "
-                "as given to this worker."
+                f"{joined(*self.address)} serves run {served['run_id']!r} with transport={served['transport']!r}. "
+                f"Expected run {self.run_id!r} and transport={self.transport!r}, as given to this worker."
             )
         self.num_servers = len(keys)
 

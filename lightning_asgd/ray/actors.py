@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import ray
 
-from lightning_asgd.environment import RUN_ENV, SECRET_ENV, SERVER_ENV, TRANSPORT_ENV
+from lightning_asgd.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
 from lightning_asgd.processes import reaper
 from lightning_asgd.processes.supervisor import Supervisor
 from lightning_asgd.ray import reports
@@ -46,7 +46,7 @@ class RunAddress:
     def enter(self) -> None:
         """Let this process, and strategies that are made in it, find the run."""
         os.environ[SECRET_ENV] = self.secret
-        os.environ[SERVER_ENV], os.environ[RUN_ENV] = joined(self.host, self.port), self.run_id
+        os.environ[RUN_ENV] = f"{joined(self.host, self.port)}/{self.run_id}"
         os.environ[TRANSPORT_ENV] = self.transport
 
 

@@ -45,7 +45,7 @@ class RunRegistry:
         if self.name and (session != self.name or not elastic):
             raise ProtocolError(
                 f"Worker {worker} wants to take part in {session!r}, but these servers serve run {self.name!r}, an "
-                f"elastic run. Expected ASGDStrategy(server=..., run_id=...) with the run_id that "
+                f"elastic run. Expected ASGDStrategy(run=...) with the address and name that "
                 "`lightning-asgd serve` was given."
             )
         if elastic and not self.name:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from lightning_asgd.config import SECRET_ENV, SERVER_ENV
+from lightning_asgd.environment import RUN_ENV, SECRET_ENV
 from lightning_asgd.errors import LaunchError
 from lightning_asgd.process_name import this_network
 from lightning_asgd.transports.addresses import (
@@ -142,7 +142,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         place = joined(host, port)
-        found = f", which {SERVER_ENV} names" if place in os.environ.get(SERVER_ENV, "").split(",") else ""
+        found = f", which {RUN_ENV} names" if place in os.environ.get(RUN_ENV, "") else ""
         hint = f"it was started with `lightning-asgd serve` for {place}{found}"
         rendezvous = cls.connect(host, port, timeout_s, hint, elsewhere=True)
         try:

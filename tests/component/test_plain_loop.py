@@ -748,8 +748,8 @@ def test_what_cannot_be_done_is_refused_by_name(elastic: Run) -> None:
         with pytest.raises(ASGDError, match=r"within the with block\. Expected"):
             asgd.load_state_dict({})
     for wrong, text in (
-        ({"algorithm": "local_sgd", "nsync": "restarted"}, "nsync='restarted' was given with server="),
-        ({"algorithm": LocalSGD(transforms=[WarmStart(1)])}, "LocalSGD was given with server="),
+        ({"algorithm": "local_sgd", "nsync": "restarted"}, "nsync='restarted' was given with run="),
+        ({"algorithm": LocalSGD(transforms=[WarmStart(1)])}, "LocalSGD was given with run="),
         ({"nsync": 0}, "nsync=0"),
     ):
         with pytest.raises(ConfigurationError, match=text):

@@ -63,7 +63,7 @@ Tested in `tests/lightning/`, each with real processes.
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
 | `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
 | CUDA devices | works | `make gpu`, on one H100 with torch 2.11; several GPUs in one job have not been run |
-| Apple's MPS | not run yet | in elastic runs (`server=...`) only; tested with a CPU in its place |
+| Apple's MPS | not run yet | in elastic runs (`run=...`) only; tested with a CPU in its place |
 | others (XPU, HPU, NPU) | not run yet | as an object of an `Accelerator` class; tested with a CPU in its place |
 """
 

@@ -57,7 +57,7 @@ def serve(folder: Path) -> None:
     """``lightning-asgd serve``, as a forked process."""
     with (folder / "serve.log").open("w") as file:
         os.dup2(file.fileno(), 1)
-    raise SystemExit(main(["serve", "--port=0", "--run-id=digits"]))
+    raise SystemExit(main(["serve", "127.0.0.1:0/digits"]))
 
 
 @pytest.fixture(scope="module")
@@ -209,16 +209,16 @@ def test_an_agent_of_the_sweep_can_start_the_program() -> None:
 def test_a_worker_of_spot_machines_goes_by_sigterm_and_another_one_takes_over(start: Start, tmp_path: Path) -> None:
     start(serve)
     log = tmp_path / "serve.log"
-    wait_until(lambda: log.exists() and 'server="' in log.read_text(), 60, "the servers' start")
-    address = log.read_text().partition('server="')[2].partition('"')[0]
-    first = start(be_program, "first", "spot_worker.py", ("--server", address))
+    wait_until(lambda: log.exists() and 'run="' in log.read_text(), 60, "the servers' start")
+    address = log.read_text().partition('run="')[2].partition('"')[0]
+    first = start(be_program, "first", "spot_worker.py", ("--run", address))
     checkpoint = tmp_path / "results" / "spot_worker" / "last.ckpt"
     wait_until(checkpoint.exists, 60, "the first epoch")
     os.kill(first.pid, signal.SIGTERM)
     first.join(200)
     assert first.exitcode == 0, (tmp_path / "first").read_text()
     assert "epochs, accuracy" not in (tmp_path / "first").read_text()
-    output = run(start, tmp_path, "spot_worker.py", "--server", address)
+    output = run(start, tmp_path, "spot_worker.py", "--run", address)
     epochs, accuracy = numbers(r"(\d+) epochs, accuracy ([\d.]+)", output)
     assert epochs == 20
     assert accuracy > 0.9

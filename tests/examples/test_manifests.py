@@ -86,7 +86,7 @@ def test_containers_run_commands_that_exist_with_variables_that_are_set(manifest
 def test_probes_ask_the_servers_at_the_port_where_they_serve() -> None:
     ((_, spec),) = pods(EXAMPLES / "kubernetes" / "servers.yaml")
     (container,) = spec["containers"]
-    port = container["args"][container["args"].index("--port") + 1]
+    port = container["args"][0].partition("/")[0].rpartition(":")[2]
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[name]
         *shell, script = probe["exec"]["command"]

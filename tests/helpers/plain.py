@@ -67,7 +67,7 @@ class Run:
     def worker(self, module: nn.Module, optimizers: Any, **options: Any) -> AsyncSGD:
         """One that is about to join it."""
         options = {"nsync": 2, "algorithm": ASGD("sum"), **options}
-        asgd = AsyncSGD(module, optimizers, server="127.0.0.1:1", run_id="s", **options)
+        asgd = AsyncSGD(module, optimizers, run="127.0.0.1:1/s", **options)
         asgd._job = self.job
         return asgd
 

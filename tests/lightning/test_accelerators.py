@@ -57,7 +57,7 @@ def test_a_job_on_mps_is_told_the_way_out(package: str, accelerator: str, mac: N
         with pytest.raises(
             ConfigurationError,
             match=r"ASGDStrategy\(\.\.\.\)\) was given the accelerator MPS\. Expected .* single device.*"
-            r"ASGDStrategy\(server='host:port', run_id='name'\) and devices=1.*lightning-asgd serve.*"
+            r"ASGDStrategy\(run='host:port/name'\) and devices=1.*lightning-asgd serve.*"
             r"accelerator='cpu'",
         ):
             make_trainer(accelerator=made, strategy=given, **QUIET)
@@ -73,7 +73,7 @@ def test_a_worker_of_an_elastic_run_may_be_on_mps(package: str, accelerator: str
     about: dict[str, Any] = {"precision_plugin": plugins.HalfPrecision("bf16-true")}
     if accelerator == "of the strategy":
         about["accelerator"], given = given, "auto"
-    strategy = ASGDStrategy(server="127.0.0.1:9", run_id="r", **about)
+    strategy = ASGDStrategy(run="127.0.0.1:9/r", **about)
     made = pl.Trainer(accelerator=given, strategy=strategy, **QUIET)
     assert isinstance(made.accelerator, mps_of(package))
     assert made.strategy is strategy
@@ -95,7 +95,7 @@ def test_workers_on_mps_train_in_an_elastic_run(
     served = mains(target=serve, args=(tmp_path, "rpc"))
     served.start()
     try:
-        strategy = ASGDStrategy(2, server=address_of_run(tmp_path), run_id="counts")
+        strategy = ASGDStrategy(2, run=address_of_run(tmp_path))
         made = trainer(tmp_path, strategy, devices=1, accelerator="mps", max_epochs=1)
         made.fit(Regression(), loader())
         assert isinstance(made.accelerator, pl.accelerators.MPSAccelerator)

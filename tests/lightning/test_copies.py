@@ -42,7 +42,7 @@ def test_callbacks_can_be_copied(tmp_path: Path, package: str, data: str) -> Non
     assert next(each for each in copied if isinstance(each, ASGDMonitor)).every_n_seconds == 3.0
 
 
-@pytest.mark.parametrize("options", [{"island": 2}, {"island": "ddp", "server": "127.0.0.1:1", "run_id": "r"}, {}])
+@pytest.mark.parametrize("options", [{"island": 2}, {"island": "ddp", "run": "127.0.0.1:1/r"}, {}])
 def test_strategies_can_be_copied(tmp_path: Path, options: dict[str, Any]) -> None:
     pl = importlib.import_module("pytorch_lightning")
     strategy = ASGDStrategy(nsync=2, **options)

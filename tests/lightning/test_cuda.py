@@ -174,7 +174,7 @@ def attach(folder: Path, name: str, accelerator: str, address: str, transport: s
     to_file(folder / f"{name}.log")
     torch.set_num_threads(1)
     options: dict[str, Any] = {"transport": transport, "timeouts": Timeouts(silence_s=2.0)}
-    strategy = ASGDStrategy(2, algorithm=ASGD("sum"), server=address, run_id="counts", **options)
+    strategy = ASGDStrategy(2, algorithm=ASGD("sum"), run=address, **options)
     data = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=2, shuffle=True)
     module = Counts(step_s)
     marks = [Mark(folder / f"{name}.mark")]

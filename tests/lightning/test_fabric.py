@@ -116,7 +116,7 @@ def train(fabric: Any, model: Any, optimizer: Any, batches: Any) -> None:
 
 def test_a_worker_of_an_elastic_run(fabrics: Callable[..., Any]) -> None:
     run = Run()
-    strategy = FabricASGDStrategy(2, algorithm=ASGD("sum"), server="127.0.0.1:1", run_id="s")
+    strategy = FabricASGDStrategy(2, algorithm=ASGD("sum"), run="127.0.0.1:1/s")
     strategy._job = run.job
     fabric = fabrics(strategy, devices=1)
     fabric.launch()
@@ -133,7 +133,7 @@ def test_a_worker_of_an_elastic_run(fabrics: Callable[..., Any]) -> None:
 
 def test_a_signal_is_kept_while_a_worker_joins(fabrics: Callable[..., Any]) -> None:
     run, kept = Run(), list[Any]()
-    strategy = FabricASGDStrategy(2, server="127.0.0.1:1", run_id="s")
+    strategy = FabricASGDStrategy(2, run="127.0.0.1:1/s")
     strategy._job = job = run.job
     job.find_run = lambda: kept.append(signal.getsignal(signal.SIGTERM))
     fabric = fabrics(strategy, devices=1)
@@ -262,5 +262,5 @@ def test_what_cannot_be_done_is_refused_by_name(fabrics: Callable[..., Any]) -> 
         counting(fabric)
     with pytest.raises(ConfigurationError, match=r"without total_steps\. Expected total_steps="):
         FabricASGDStrategy("restarted", algorithm="local_sgd")
-    with pytest.raises(ConfigurationError, match=r"devices=2 .* server=\.\.\."):
-        fabrics(FabricASGDStrategy(server="127.0.0.1:1", run_id="s"), devices=2)
+    with pytest.raises(ConfigurationError, match=r"devices=2 .* run=\.\.\."):
+        fabrics(FabricASGDStrategy(run="127.0.0.1:1/s"), devices=2)

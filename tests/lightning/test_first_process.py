@@ -27,9 +27,9 @@ def test_the_first_process_of_a_container_ends_with_a_snapshot(
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make a process namespace")
     monkeypatch.setenv(SECRET_ENV, SECRET)
-    about = f"--transport={transport}", "--port=0", f"--snapshots={tmp_path}", "--snapshot-every-s=1000"
+    about = f"--transport={transport}", f"--snapshots={tmp_path}", "--snapshot-every-s=1000"
     program = "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", program, "serve", "--run-id=counts", *about]
+    command = [sys.executable, "-c", program, "serve", "127.0.0.1:0/counts", *about]
     with (tmp_path / "serve.log").open("w") as log:
         outer = subprocess.Popen([*NAMESPACE, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     worker = None

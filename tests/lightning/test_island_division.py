@@ -228,8 +228,8 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
 def test_a_trainer_s_devices_are_a_multiple_of_an_island_s(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"Islands of 2 device\(s\) were asked for .* devices=3"):
         trainer(tmp_path, ASGDStrategy(island=2), devices=3)
-    with pytest.raises(ConfigurationError, match=r"island=2 was given with server=.* devices=4"):
-        trainer(tmp_path, ASGDStrategy(island=2, server="127.0.0.1:1", run_id="r"), devices=4)
+    with pytest.raises(ConfigurationError, match=r"island=2 was given with run=.* devices=4"):
+        trainer(tmp_path, ASGDStrategy(island=2, run="127.0.0.1:1/r"), devices=4)
 
 
 def test_a_later_strategy_does_not_take_an_island_s_process_group_for_its_own(

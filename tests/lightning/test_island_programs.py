@@ -273,4 +273,4 @@ def test_sigterm_of_one_process_after_the_last_batch_ends_the_program(start: Any
 def test_a_strategy_that_averages_weights_inside_is_refused_by_name(tmp_path: Path) -> None:
     inside = DDPStrategy(model_averaging_period=4)
     with pytest.raises(ConfigurationError, match=r"model_averaging_period=4\) was given"):
-        trainer(tmp_path, ASGDStrategy(island=inside, server="127.0.0.1:1", run_id="r"))
+        trainer(tmp_path, ASGDStrategy(island=inside, run="127.0.0.1:1/r"))

@@ -114,7 +114,7 @@ class Counting(Net):
 
 def serve(folder: Path) -> None:
     to_file(folder / "serve.log")
-    raise SystemExit(main(["serve", "--port=0", "--run-id=islands", "--num-servers=2"]))
+    raise SystemExit(main(["serve", "127.0.0.1:0/islands", "--num-servers=2"]))
 
 
 def train(folder: Path, name: str, rank: int, port: int, inside: str, address: str, **about: Any) -> None:
@@ -132,7 +132,7 @@ def train(folder: Path, name: str, rank: int, port: int, inside: str, address: s
     if address:
         options: dict[str, Any] = {"algorithm": ASGD("sum")} if counts else {}
         options |= about["options"]
-        run = {"server": address, "run_id": "islands", "timeouts": Timeouts(silence_s=3.0)}
+        run = {"run": address, "timeouts": Timeouts(silence_s=3.0)}
         strategy = ASGDStrategy(**{"nsync": 3, **options}, island=strategy, **run)
     made = trainer(folder, strategy, devices=size, max_epochs=epochs, accelerator=about["accelerator"])
     net = Counting(folder / f"{name}{rank}.mark", sharded=sharded) if counts else Net(sharded=sharded)
@@ -326,7 +326,7 @@ def test_an_island_that_cannot_restore_its_server_ends_with_an_error_that_names_
         ({"compression": "bf16"}, "compression='bf16' was given with island="),
         ({"compression": "auto"}, "compression='auto' was given with island="),
         (
-            {"compression": "bf16", "server": "h:1", "run_id": "r"},
+            {"compression": "bf16", "run": "h:1/r"},
             "compression='bf16' was given with island=",
         ),
     ],
@@ -363,7 +363,7 @@ def test_another_strategy_inside_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match="Expected 'ddp', a number of devices, or a DDPStrategy or ModelParallelStrategy"
     ):
-        trainer(tmp_path, ASGDStrategy(island="fsdp", server="127.0.0.1:1", run_id="r"))
+        trainer(tmp_path, ASGDStrategy(island="fsdp", run="127.0.0.1:1/r"))
 
 
 ATTACHED = """
@@ -390,7 +390,7 @@ class Met(Counting):
 if __name__ == "__main__":
     for number in (0, 1):
         inside = DDPStrategy(start_method=sys.argv[3])
-        island = ASGDStrategy(nsync=3, island=inside, server=address, run_id="islands")
+        island = ASGDStrategy(nsync=3, island=inside, run=address)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=island, max_epochs=1 + number, **quiet)
         trainer.fit(Met(folder / f"{number}.mark", sharded=False), DataLoader(numbered(), batch_size=4))

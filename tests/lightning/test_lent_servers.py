@@ -32,7 +32,7 @@ def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, t
         (tmp_path / name).mkdir()
         # The longest lease: a busy machine may keep a host from being heard for a while.
         process = start(serve, tmp_path / name, transport, f"--lease-s={LONGEST_S}", *options)
-        return process, address_of_run(tmp_path / name).rpartition(",")[2]
+        return process, address_of_run(tmp_path / name).partition("/")[0].rpartition(",")[2]
 
     def said(name: str) -> str:
         return (tmp_path / name / "serve.log").read_text()
@@ -44,7 +44,7 @@ def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, t
         first, one = host("first", "--num-servers=3", "--machines=2")
         second, two = host("second", f"--join={one}")
         hold(tmp_path, "a", "b", epoch=2)  # most of the training is left when the host is killed
-        workers = [start(attach, tmp_path, name, f"{one},{two}", transport, 0.03) for name in "ab"]
+        workers = [start(attach, tmp_path, name, f"{one},{two}/counts", transport, 0.03) for name in "ab"]
         wait_until(lambda: min(epochs_of(tmp_path, name) for name in "ab") >= 1, 60, "training")
         assert f"This host starts servers 1, 2 for {one}." in said("second")
         assert has_servers(first, 1)
@@ -94,5 +94,5 @@ def test_hosts_share_the_servers_and_one_is_killed(tmp_path: Path, mains: Any, t
 def test_what_machines_cannot_share_is_refused_by_name(
     options: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--port=0", "--run-id=r", *options]) != 0
+    assert main(["serve", "127.0.0.1:0/r", *options]) != 0
     assert text in capsys.readouterr().err

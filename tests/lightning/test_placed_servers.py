@@ -150,8 +150,8 @@ def test_a_server_and_nodes_are_killed(tmp_path: Path, mains: Any, transport: st
             "server_machines=2 was given with num_servers=1. Expected at least one server",
         ),
         (
-            {"advanced": Advanced(server_machines=2), "num_servers": 2, "server": "h:1", "run_id": "r"},
-            "server_machines=2 was given with server='h:1'. Expected none: `lightning-asgd serve",
+            {"advanced": Advanced(server_machines=2), "num_servers": 2, "run": "h:1/r"},
+            "server_machines=2 was given with run='h:1/r'. Expected none: `lightning-asgd serve",
         ),
         (
             {"advanced": Advanced(server_machines=2), "num_servers": 2, "island": 2},

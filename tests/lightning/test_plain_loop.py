@@ -95,7 +95,7 @@ def attach(folder: Path, name: str, address: str, transport: str, step_s: float,
     model = Counts(SAMPLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     silent = Timeouts(silence_s=3.0)
-    run: dict[str, Any] = {"server": address, "run_id": "counts", "transport": transport, "timeouts": silent}
+    run: dict[str, Any] = {"run": address, "transport": transport, "timeouts": silent}
     asgd = AsyncSGD(model, optimizer, nsync=2, algorithm=ASGD("sum"), **run)
     train(asgd, model, optimizer, folder / name, step_s, order=order)
 
@@ -245,7 +245,7 @@ def test_a_trainer_and_a_plain_loop_cannot_share_a_run(tmp_path: Path, first: st
     run, layer = Run(), torch.nn.Linear(4, 1)
     asgd = run.worker(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     joins = Joins(asgd)
-    strategy: Any = ASGDStrategy(server="127.0.0.1:1", run_id="s")
+    strategy: Any = ASGDStrategy(run="127.0.0.1:1/s")
     strategy._job = run.job
     fit = trainer(tmp_path, strategy, devices=1, max_epochs=1, callbacks=[joins])
     if first == "trainer":

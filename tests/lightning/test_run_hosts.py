@@ -35,7 +35,7 @@ def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Pat
         (tmp_path / name).mkdir()
         # The longest lease: a busy machine may keep a host from being heard for a while.
         process = start(serve, tmp_path / name, transport, f"--lease-s={LONGEST_S}", *join, port=port)
-        return process, address_of_run(tmp_path / name).rpartition(",")[2]
+        return process, address_of_run(tmp_path / name).partition("/")[0].rpartition(",")[2]
 
     def said(name: str) -> str:
         return (tmp_path / name / "serve.log").read_text()
@@ -45,14 +45,14 @@ def test_hosts_of_a_run_are_killed_and_stopped_and_nothing_is_lost(tmp_path: Pat
         second, two = host("second", f"--join={one}")
         assert "stands by" in said("second")
         hold(tmp_path, "a", "b", epoch=2)
-        workers = [start(attach, tmp_path, name, f"{one},{two}", transport, 0.03) for name in "ab"]
+        workers = [start(attach, tmp_path, name, f"{one},{two}/counts", transport, 0.03) for name in "ab"]
         wait_until(lambda: min(epochs_of(tmp_path, name) for name in "ab") >= 1, 40, "training")
         before = epochs_of(tmp_path, "a")
         first.kill()
         hold(tmp_path, "a", "b", epoch=6)
         wait_until(lambda: epochs_of(tmp_path, "a") >= before + 2, 60, "training with another host")
         assert TAKES_OVER in said("second")
-        workers.append(start(attach, tmp_path, "c", f"{one},{two}", transport, 0.03))
+        workers.append(start(attach, tmp_path, "c", f"{one},{two}/counts", transport, 0.03))
         host("again", f"--join={two}", port=one.rpartition(":")[2])
         wait_until(lambda: Diary.read(tmp_path / "c.json") != [], 40, "training of a worker that has joined meanwhile")
         os.kill(second.pid, signal.SIGTERM)
@@ -83,10 +83,11 @@ def test_a_host_that_joins_another_run_is_refused(
         address = address_of_run(tmp_path)
         monkeypatch.setenv(SECRET_ENV, SECRET)
         monkeypatch.setattr("lightning_asgd.cli.serve_command._signals", list)  # they are pytest's
-        assert main(["serve", "--port=0", "--run-id=other", "--transport=rpc", f"--join={address}"]) == 1
+        assert main(["serve", "127.0.0.1:0/other", "--transport=rpc", f"--join={address}"]) == 1
         told = capsys.readouterr().err
-        assert f"{address} hosts --run-id 'counts' with --transport 'rpc', --num-servers 1 and --lease-s 2.5." in told
-        assert "Expected the same here, where --run-id 'other'," in told
+        place = address.partition("/")[0]
+        assert f"{place} hosts run 'counts' with --transport 'rpc', --num-servers 1 and --lease-s 2.5." in told
+        assert "Expected the same here, where run 'other'," in told
     finally:
         served.kill()
         served.join()

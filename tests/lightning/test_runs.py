@@ -131,9 +131,9 @@ def to_file(file: Path) -> None:
     os.environ[SECRET_ENV] = SECRET
 
 
-def serve(folder: Path, transport: str, *more: str, port: str = "0") -> None:
+def serve(folder: Path, transport: str, *more: str, host: str = "127.0.0.1", port: str = "0") -> None:
     to_file(folder / "serve.log")
-    raise SystemExit(main(["serve", f"--port={port}", "--run-id=counts", f"--transport={transport}", *more]))
+    raise SystemExit(main(["serve", f"{host}:{port}/counts", f"--transport={transport}", *more]))
 
 
 def attach(
@@ -153,8 +153,7 @@ def attach(
     strategy = ASGDStrategy(
         nsync=2,
         algorithm=ASGD("sum"),
-        server=address,
-        run_id="counts",
+        run=address,
         transport=transport,
         timeouts=Timeouts(silence_s=silence_s),
     )
@@ -192,8 +191,8 @@ def epochs_of(folder: Path, name: str) -> int:
 def address_of_run(folder: Path) -> str:
     """Where `serve` says that it serves."""
     log = folder / "serve.log"
-    wait_until(lambda: log.exists() and 'server="' in log.read_text(), 40, "the servers' start")
-    return log.read_text().partition('server="')[2].partition('"')[0]
+    wait_until(lambda: log.exists() and 'run="' in log.read_text(), 40, "the servers' start")
+    return log.read_text().partition('run="')[2].partition('"')[0]
 
 
 @pytest.mark.timeout(600)  # half a minute of training, and six processes that import torch one after the other
@@ -404,7 +403,7 @@ def test_serve_is_lost_and_started_again_first_with_and_then_without_its_workers
         first = start(attach, tmp_path, "a", address, transport, 0.01)
         wait_until(lambda: epochs("a") >= 3, 30, "training")
         lose(served, machine=False)
-        served, address = begin(address.rpartition(":")[2])
+        served, address = begin(address.partition("/")[0].rpartition(":")[2])
         before = epochs("a")
         wait_until(lambda: epochs("a") >= before + 2, 30, "training with other servers")
         lose(served, machine=True)
@@ -436,7 +435,7 @@ def check_health(address: str, server: psutil.Process, capsys: pytest.CaptureFix
         return main(["health", address]) == 0
 
     wait_until(answers, 30, "an answer of the server")
-    said = f"Run 'counts' at {address}: 1 server answers, 0 workers, "
+    said = f"Run 'counts' at {address.partition('/')[0]}: 1 server answers, 0 workers, "
     assert capsys.readouterr().out.startswith(said)
     server.suspend()
     time.sleep(1.1)  # a report is given again for a second
@@ -444,7 +443,9 @@ def check_health(address: str, server: psutil.Process, capsys: pytest.CaptureFix
         assert main(["health", address]) == 1
     finally:
         server.resume()
-    assert f"Run 'counts' at {address}: server 0 does not answer within 2 s." in capsys.readouterr().err
+    assert (
+        f"Run 'counts' at {address.partition('/')[0]}: server 0 does not answer within 2 s." in capsys.readouterr().err
+    )
     wait_until(answers, 30, "an answer of the server that works again")
 
 
@@ -458,18 +459,18 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         address = address_of_run(tmp_path)
 
         def fit(module: pl.LightningModule, batch_size: int = 8, **about: Any) -> None:
-            strategy = ASGDStrategy(2, server=address, timeouts=Timeouts(start_s=40.0), **{"run_id": "counts", **about})
+            strategy = ASGDStrategy(2, timeouts=Timeouts(start_s=40.0), **{"run": address, **about})
             trainer(tmp_path, strategy, devices=1).fit(module, loader(batch_size=batch_size))
 
         fit(Regression())
-        with pytest.raises(LaunchError, match=r"serves run_id='counts'.*Expected run_id='other'"):
-            fit(Regression(), run_id="other")
+        with pytest.raises(LaunchError, match=r"serves run 'counts'.*Expected run 'other'"):
+            fit(Regression(), run=address.replace("/counts", "/other"))
         with pytest.raises(LaunchError, match=r"transport='rpc'\. Expected.*transport='zmq'"):
             fit(Regression(), transport="zmq")
         with pytest.raises(LayoutMismatchError, match=r"worker 2 .* the run"):
             fit(Regression(width=17))
         with pytest.raises(ConfigurationError, match="devices=2"):
-            trainer(tmp_path, ASGDStrategy(2, server=address, run_id="counts"), devices=2)
+            trainer(tmp_path, ASGDStrategy(2, run=address), devices=2)
         fit(Regression())  # nothing has harmed the run
         capsys.readouterr()
         assert main(["status", address]) == 0
@@ -507,7 +508,7 @@ def test_who_comes_after_the_first_goes_on_where_that_ones_checkpoint_was(tmp_pa
 
         def fit(max_epochs: int, ckpt_path: Path | None = None) -> tuple[pl.Trainer, list[int]]:
             batches = Batches()
-            strategy = ASGDStrategy(2, server=address, run_id="counts")
+            strategy = ASGDStrategy(2, run=address)
             about: dict[str, Any] = {"max_epochs": max_epochs, "max_steps": 1000, "callbacks": [batches]}
             made = trainer(tmp_path, strategy, devices=1, **about)
             made.fit(Regression(), loader(), loader(16), ckpt_path=ckpt_path)
@@ -548,16 +549,15 @@ def test_a_newcomer_takes_over_what_its_optimizer_does_and_not_how_the_other_dev
 @pytest.mark.parametrize(
     ("about", "error"),
     [
-        ({"server": "host:1"}, "Expected both, or neither"),
-        ({"run_id": "r"}, "Expected both, or neither"),
-        ({"server": "host", "run_id": "r"}, 'Expected "host:port"'),
-        ({"server": "host:1", "run_id": "r", "algorithm": "layerwise"}, "none waits for a worker that has taken fewer"),
+        ({"run": "host:1"}, 'Expected "host:port/name"'),
+        ({"run": 1}, 'Expected "host:port/name"'),
+        ({"run": "host:1/r", "algorithm": "layerwise"}, "none waits for a worker that has taken fewer"),
         (
-            {"server": "host:1", "run_id": "r", "algorithm": "streaming_diloco", "advanced": Advanced(overlap=False)},
+            {"run": "host:1/r", "algorithm": "streaming_diloco", "advanced": Advanced(overlap=False)},
             "wait for each other",
         ),
-        ({"server": "host:1", "run_id": "r", "data": "split"}, "the number of workers of an elastic run"),
-        ({"server": "host:1", "run_id": "r", "on_worker_failure": "abort"}, "join and leave at any time"),
+        ({"run": "host:1/r", "data": "split"}, "the number of workers of an elastic run"),
+        ({"run": "host:1/r", "on_worker_failure": "abort"}, "join and leave at any time"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], error: str) -> None:
@@ -566,19 +566,16 @@ def test_settings_that_contradict_each_other_are_refused(about: dict[str, Any], 
 
 
 def test_the_environment_names_a_run_for_a_strategy_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_ASGD_SERVER", "host:1")
-    with pytest.raises(ConfigurationError, match="Expected both, or neither"):
-        ASGDStrategy(2)
-    monkeypatch.setenv("LIGHTNING_ASGD_RUN_ID", "theirs")
-    assert (ASGDStrategy(2).options.addresses, ASGDStrategy(2).options.run_id) == ((("host", 1),), "theirs")
+    monkeypatch.setenv("LIGHTNING_ASGD_RUN", "host:1/theirs")
+    assert ASGDStrategy(2).options.place == ((("host", 1),), "theirs")
     monkeypatch.setenv("LIGHTNING_ASGD_TRANSPORT", "rpc")
     transports = [ASGDStrategy(2, **about).options.transport for about in ({}, {"transport": "zmq"})]
     assert transports == ["rpc", "zmq"]
-    given = ASGDStrategy(2, server="other:2", run_id="mine").options
-    assert (given.addresses, given.run_id, given.transport) == ((("other", 2),), "mine", "auto")
+    given = ASGDStrategy(2, run="other:2/mine").options
+    assert (given.place, given.transport) == (((("other", 2),), "mine"), "auto")
 
 
 def test_where_nobody_serves_the_error_says_what_to_start(tmp_path: Path) -> None:
-    strategy = ASGDStrategy(2, server="127.0.0.1:9", run_id="r", timeouts=Timeouts(start_s=0.5))
+    strategy = ASGDStrategy(2, run="127.0.0.1:9/r", timeouts=Timeouts(start_s=0.5))
     with pytest.raises(LaunchError, match="lightning-asgd serve"):
         trainer(tmp_path, strategy, devices=1).fit(Regression(), loader())

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_when_the_chief_on_one_machine_is_killed_the_worker_on_the_other_ends_th
         return (tmp_path / f"{name}.log").read_text()
 
     try:
-        served = on(0, "serve", runs.serve, transport, f"--host={machines.addresses[0]}")
+        served = on(0, "serve", partial(runs.serve, host=machines.addresses[0]), transport)
         address = runs.address_of_run(tmp_path)
         first = on(0, "a", runs.attach, "a", address, transport, 0.005)
         wait_until(lambda: runs.epochs_of(tmp_path, "a") >= 1, 30, "training")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lightning_asgd.config import server_address
+from lightning_asgd.environment import run_place, server_address
 from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.transports.addresses import (
     LOOPBACK,
@@ -30,7 +30,9 @@ from lightning_asgd.transports.addresses import (
 def test_a_host_and_a_port_are_one_text(host: str, text: str) -> None:
     assert joined(host, 29400) == text
     assert parted(text) == (host, 29400)
-    assert server_address(text) == (host, 29400)
+    assert server_address(text, "job") == server_address(f"{text}/run", "job") == (host, 29400)
+    assert run_place(f"{text}/a/run") == (((host, 29400),), "a/run")
+    assert run_place(f"{text}, other:1/run") == (((host, 29400), ("other", 1)), "run")
     behind = ServerAddress(host, 29400, "0123456789ab", 24)
     assert str(behind) == f"tcp://{text}/24/0123456789ab"
     assert ServerAddress.of(str(behind)) == behind
@@ -42,7 +44,10 @@ def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"host and a port|without brackets"):
         parted(text)
     with pytest.raises(ConfigurationError, match=r'"host:port".*"\[address\]:port" for an IPv6 address'):
-        server_address(text)
+        server_address(text, "job")
+    for run in (text, f"{text}/run", f"host:1,{text}/run", "host:1/", "host:0/run"):
+        with pytest.raises(ConfigurationError, match=r'run=.*"host:port/name".*"\[fd00::1\]:29400/my-model"'):
+            run_place(run)
 
 
 def test_a_name_is_resolved_to_ipv4_where_it_has_such_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +85,7 @@ SERVE = "from lightning_asgd.cli.command_line import main; raise SystemExit(main
 
 @pytest.mark.parametrize(
     "program",
-    [LOOP, SERVE.format(["serve", "--run-id", "r", "--port", "29400", "--transport", "rpc"])],
+    [LOOP, SERVE.format(["serve", "127.0.0.1:29400/r", "--transport", "rpc"])],
     ids=["a plain loop", "serve"],
 )
 def test_hosting_on_a_machine_without_loopback_says_so_at_once(program: str) -> None:

@@ -28,15 +28,15 @@ def test_options_are_understood_in_any_place_and_with_hyphens_or_underscores(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", *shlex.split(words)]) == 1
-    assert 'Expected "host:port"' in capsys.readouterr().err  # so the words were understood
+    assert 'Expected "host:port/name"' in capsys.readouterr().err  # so the words were understood
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("serve --port 29400", "the following arguments are required: --run-id"),
-        ("serve --port x --run-id y", "argument --port: invalid int value: 'x'"),
-        ("serve --port 29400 --run-id y --transport smoke", "argument --transport: invalid choice: 'smoke'"),
+        ("serve --num-servers 2", "the following arguments are required: run"),
+        ("serve h:1/y --num-servers x", "argument --num-servers: invalid int value: 'x'"),
+        ("serve 127.0.0.1:29400/y --transport smoke", "argument --transport: invalid choice: 'smoke'"),
         (
             "plan --link-gbit-s 1 --batch-sizes few",
             "--batch-sizes: invalid list of whole numbers value: 'few'",
@@ -77,12 +77,16 @@ NUMBERS = "plan --link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3 --sim
         (f"{NUMBERS} --picture FILE/x.png", "--picture 'FILE/x.png': "),
         (f"{NUMBERS} --picture x.smoke", "--picture 'x.smoke': Format 'smoke' is not supported"),
         ("plan --link-gbit-s 1 --module m:Net --batch-sizes 8,0", "--batch-sizes 0. Expected a whole number"),
-        ("serve --port 0 --run-id a --host 0.0.0.0", "--host '0.0.0.0'. Expected the address at which workers reach"),
-        ("serve --port 0 --run-id a --snapshots FILE", "--snapshots 'FILE' cannot be written to: "),
-        ("serve --port 0 --run-id a --join here", "--join 'here'. Expected the \"host:port\" of a host of the run"),
-        ("serve --port TAKEN --run-id a", "Give another --port, or a --host of this machine."),
-        ("serve --port 0 --run-id a --host 192.0.2.77", "Give another --port, or a --host of this machine."),
-        ("status 127.0.0.1:70000", "server '127.0.0.1:70000'. Expected \"host:port\""),
+        ("serve 0.0.0.0:0/a", "run '0.0.0.0:0/a'. Expected the address at which workers reach this machine"),
+        ("serve 127.0.0.1:0/a --snapshots FILE", "--snapshots 'FILE' cannot be written to: "),
+        ("serve 127.0.0.1:0/a --join here", "--join 'here'. Expected \"host:port\""),
+        ("serve 127.0.0.1:TAKEN/a", "Give another port, or an address of this machine."),
+        ("serve 192.0.2.77:0/a", "Give another port, or an address of this machine."),
+        (
+            "serve 127.0.0.1:0",
+            "run '127.0.0.1:0'. Expected the address at which workers reach this machine, a port and",
+        ),
+        ("status 127.0.0.1:70000", "run '127.0.0.1:70000'. Expected \"host:port/name\""),
         ("status 127.0.0.1:1 --every-n-seconds nan", "--every-n-seconds nan. Expected a number of seconds"),
         ("stalls --module script.py:needs", "script.py:needs cannot be called without arguments: missing"),
         ("stalls --module script.py:number", "script.py:number cannot be called without arguments: 3 is not"),
@@ -116,7 +120,7 @@ def test_a_signal_stops_serve_before_its_servers_have_started(
     monkeypatch.setattr(serve_command, "_signals", lambda: [signal.SIGTERM])
     begun = time.monotonic()
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--port=0", "--run-id=r", "--transport=rpc", *join])
+        main(["serve", "127.0.0.1:0/r", "--transport=rpc", *join])
     assert ended.value.code == 0
     assert capsys.readouterr().out == "Stopped before the servers had started.\n"
     assert time.monotonic() - begun < 30
@@ -127,7 +131,7 @@ def test_serve_works_for_a_service_manager_that_closes_its_standard_streams(
 ) -> None:
     port, call = free_port(), "import sys; from lightning_asgd.cli.command_line import main; sys.exit(main())"
     monkeypatch.setenv(SECRET_ENV, SECRET)
-    words = [sys.executable, "-c", call, "serve", f"--port={port}", "--run-id=r", f"--snapshots={tmp_path}"]
+    words = [sys.executable, "-c", call, "serve", f"127.0.0.1:{port}/r", f"--snapshots={tmp_path}"]
     served = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *words])
     try:
         deadline = time.monotonic() + 60

@@ -68,9 +68,7 @@ def test_where_nothing_listens_the_error_says_so_at_once(port: int) -> None:
 def test_a_port_that_is_taken_is_refused(port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind((HOST, port))
-        with pytest.raises(
-            LaunchError, match=rf"Cannot listen on {HOST}:{port} for health checks .*Give another --port"
-        ):
+        with pytest.raises(LaunchError, match=rf"Cannot listen on {HOST}:{port} for health checks .*Give another port"):
             HealthResponder(HOST, port, lambda: (True, ""))
 
 

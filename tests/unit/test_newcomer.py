@@ -16,7 +16,12 @@ PROGRAM = block(ONE_MACHINE, "python", "class Digits")
     ("page", "words", "there", "gone"),
     [
         (TWO_MACHINES, "num_nodes=2", ["num_nodes=2", "devices=1"], ["devices=2"]),
-        (RUNS, "import ASGDStrategy", ["server='10.0.0.1:29400'", "devices=1"], ["devices=2", "strategy=strategy"]),
+        (
+            RUNS,
+            "import ASGDStrategy",
+            ["run='10.0.0.1:29400/my-model'", "devices=1"],
+            ["devices=2", "strategy=strategy"],
+        ),
         (RUNS, 'transport="zmq"', ["transport='zmq'", "max_epochs=300"], ["max_epochs=5"]),
         (MONITORING, "offline=True", ["import WandbLogger", "logger=WandbLogger("], ["logger=False"]),
     ],

@@ -11,7 +11,7 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.adapter.class_trees import TREES
 from lightning_asgd.adapter.launchers import ScriptLauncher, surroundings_of
-from lightning_asgd.environment import RUN_ENV, SERVER_ENV, TRANSPORT_ENV
+from lightning_asgd.environment import RUN_ENV, TRANSPORT_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.loop.async_sgd import surroundings
 from lightning_asgd.processes import rank_variables
@@ -19,7 +19,7 @@ from lightning_asgd.processes.rank_variables import RANK_VARIABLES
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
-NAMES = (*RANK_VARIABLES, *OTHERS, rank_variables.OWNER_ENV, SERVER_ENV, RUN_ENV)
+NAMES = (*RANK_VARIABLES, *OTHERS, rank_variables.OWNER_ENV, RUN_ENV)
 
 
 @pytest.fixture(autouse=True)
@@ -108,15 +108,9 @@ def test_torchrun_in_an_allocation_is_told_nothing(
     assert caplog.messages == []
 
 
-def test_a_run_that_only_one_variable_names_is_refused_with_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SERVER_ENV, "192.0.2.1:29400")
-    with pytest.raises(ConfigurationError, match=f"The environment has {SERVER_ENV}='192.0.2.1:29400' and {RUN_ENV}="):
-        ASGDStrategy()
-
-
 def test_a_run_that_is_not_there_is_reported_with_the_variable_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SERVER_ENV, "127.0.0.1:9")
-    with pytest.raises(LaunchError, match=f"`lightning-asgd serve` for 127.0.0.1:9, which {SERVER_ENV} names"):
+    monkeypatch.setenv(RUN_ENV, "127.0.0.1:9/run")
+    with pytest.raises(LaunchError, match=f"`lightning-asgd serve` for 127.0.0.1:9, which {RUN_ENV} names"):
         Rendezvous.find_run("127.0.0.1", 9, 0.2)
 
 
@@ -167,14 +161,15 @@ def test_a_run_of_torchrun_without_ranks_is_named(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({SERVER_ENV: "garbage"}, f"The environment has {SERVER_ENV}='garbage'. Expected \"host:port\""),
+        ({RUN_ENV: "garbage"}, f"The environment has {RUN_ENV}='garbage'. Expected \"host:port/name\""),
+        ({RUN_ENV: "127.0.0.1:29400"}, f"The environment has {RUN_ENV}='127.0.0.1:29400'. Expected \"host:port/name\""),
         ({TRANSPORT_ENV: "pigeons"}, f"The environment has {TRANSPORT_ENV}='pigeons'. Expected 'rpc'"),
     ],
 )
 def test_what_names_a_run_in_the_environment_is_named(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
-    for name, value in {SERVER_ENV: "127.0.0.1:29400", RUN_ENV: "run", **variables}.items():
+    for name, value in {RUN_ENV: "127.0.0.1:29400/run", **variables}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=said):
         ASGDStrategy()
