@@ -24,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -39,9 +40,9 @@ PROGRAM = Path(__file__).with_name("streams_program.py")
 PAGE = Path(__file__).parent / "libraries" / "streams.md"  # a part of docs/compatibility.md: see make compatibility
 HEAD = """## Data, counted
 
-Made by `python benchmarks/streams.py`, not by the tests: real libraries; 400 samples, two epochs; no loader processes,
-unless the row says so. Every other worker is five times slower. The module counts what the servers have applied:
-*exact* says that every sample was applied once per epoch.
+`python benchmarks/streams.py` counts how often the servers apply each sample; *exact* means once per epoch. Every other
+worker is five times slower. There are no loader processes unless named. It counts with
+{cells}.
 
 """
 REQUIREMENTS = {
@@ -215,9 +216,13 @@ def speeds(folder: Path, repeats: int) -> bool:
 
 
 def page(cells: dict[str, dict[str, str]]) -> str:
-    rows = [["data", *CELLS], ["---"] * (1 + len(CELLS))]
-    rows += [[kind, *found.values()] for kind, found in cells.items()]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    exact = [kind for kind, found in cells.items() if {*found.values()} == {"exact"}]
+    lines = textwrap.wrap(f"Exact with all: {'; '.join(exact)}.", 120) if exact else []
+    others = [[kind, *found.values()] for kind, found in cells.items() if kind not in exact]
+    if others:
+        rows = [["data", *CELLS], ["---"] * (1 + len(CELLS)), *others]
+        lines += ["", *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -239,7 +244,7 @@ def main() -> None:
             print(text)
             passed &= all(cell == "exact" for row in cells.values() for cell in row.values())
             if args.page:
-                PAGE.write_text(HEAD + text + "\n")
+                PAGE.write_text(HEAD.format(cells="; ".join(CELLS)) + text + "\n")
         if not args.counts:
             passed &= speeds(folder, args.repeats)
     sys.exit(0 if passed else 1)

@@ -55,8 +55,10 @@ def every_n_epochs(lab: Lab) -> Any:
 @case(
     CHECKPOINTS,
     "`ModelCheckpoint` every n steps, then `test` of the best one",
-    note="Between two sync points worker 0 alone writes: the servers' weights with all of its own steps, and its own "
-    "optimizer state. At ends of epochs and validations a checkpoint holds the optimizer state of every worker.",
+    note=(
+        "Between sync points a checkpoint holds worker 0's optimizer state; at ends of epochs and "
+        "validations, every worker's."
+    ),
 )
 def every_n_steps(lab: Lab) -> Any:
     saver = lab.pl.callbacks.ModelCheckpoint(
@@ -94,7 +96,7 @@ class Breaking:
 @case(
     CHECKPOINTS,
     "checkpoint on an exception (`OnExceptionCheckpoint`)",
-    note="Written by the worker that fails if it is worker 0, with the servers' weights.",
+    note="Written only if worker 0 fails.",
 )
 def on_exception(lab: Lab) -> Any:
     saver = lab.pl.callbacks.OnExceptionCheckpoint(lab.folder, "failed")
@@ -112,7 +114,6 @@ def on_exception(lab: Lab) -> Any:
 @case(
     CHECKPOINTS,
     "resume from a checkpoint (`ckpt_path`)",
-    note="With the servers' version, and every worker's own optimizer state.",
 )
 def resume(lab: Lab) -> Any:
     saver = lab.pl.callbacks.ModelCheckpoint(lab.folder, "{epoch}", save_top_k=-1)
@@ -126,7 +127,7 @@ def resume(lab: Lab) -> Any:
 # ---------------------------------------------------------------------- callbacks
 
 
-@case(CALLBACKS, "`EarlyStopping`", note="Log the value that it monitors with `sync_dist=True`, as under DDP.")
+@case(CALLBACKS, "`EarlyStopping`", note="Log what it monitors with `sync_dist=True`.")
 def early_stopping(lab: Lab) -> Any:
     stopping = lab.pl.callbacks.EarlyStopping("progress", mode="max", patience=0)
     return fit(lab, callbacks=[stopping], max_epochs=5)
@@ -173,7 +174,7 @@ def stopped_by_all(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`trainer.should_stop` set by one worker, in mid-epoch",
-    note="Under DDP the others would wait for that worker's gradients forever.",
+    note="Under DDP the others wait forever.",
     ddp=False,
 )
 def stopped_by_one(lab: Lab) -> Any:
@@ -183,7 +184,7 @@ def stopped_by_one(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`trainer.should_stop` set by workers at different batches",
-    note="Under DDP the others would wait for the first worker's gradients forever.",
+    note="Under DDP the others wait forever.",
     ddp=False,
 )
 def stopped_by_each(lab: Lab) -> Any:
@@ -199,10 +200,7 @@ def swa(lab: Lab) -> Any:
 @case(
     CALLBACKS,
     "`StochasticWeightAveraging` with batch norm",
-    note=(
-        "In Lightning's last pass over the data, which is for batch norm, every sample counts once. Its last batch "
-        "takes no step. Under DDP it takes one, with gradients of the epoch before."
-    ),
+    note="The last batch of Lightning's last pass, for batch norm, takes no step; under DDP it takes one.",
 )
 def swa_with_batch_norm(lab: Lab) -> Any:
     averaging = lab.pl.callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)
@@ -223,7 +221,7 @@ def weight_averaging(lab: Lab) -> Any:
     return {"loss": loss_of(module)}
 
 
-@case(CALLBACKS, "`BackboneFinetuning`", ddp=False, note="Under DDP weights that are unfrozen later are not averaged.")
+@case(CALLBACKS, "`BackboneFinetuning`", ddp=False, note="Under DDP weights unfrozen later are not averaged.")
 def backbone(lab: Lab) -> Any:
     class Frozen:
         def build(self: Any) -> None:
@@ -246,7 +244,7 @@ def backbone(lab: Lab) -> Any:
 @case(
     CALLBACKS,
     "`EMAWeightAveraging`",
-    note="Every worker averages its own steps; at sync points the averages are averaged over the workers.",
+    note="Every worker averages its own steps; sync points average the averages.",
     since="2.6.0",
 )
 def ema(lab: Lab) -> Any:
@@ -286,9 +284,7 @@ def device_stats(lab: Lab) -> Any:
     lab.fit(callbacks=[lab.pl.callbacks.DeviceStatsMonitor(cpu_stats=True)], logger=logger)
 
 
-@case(
-    CALLBACKS, "`ModelPruning`", note="Every worker prunes its own weights at the epoch's end, where all have the same."
-)
+@case(CALLBACKS, "`ModelPruning`")
 def pruning(lab: Lab) -> Any:
     module = lab.regression()
     pruner = lab.pl.callbacks.ModelPruning("l1_unstructured", [(module.net[0], "weight")], amount=0.2)
@@ -330,7 +326,7 @@ def prediction_writer(lab: Lab) -> Any:
     return {"files": lab.files("*.pt")}
 
 
-@case(CALLBACKS, "`LearningRateFinder`", note="Every worker searches by itself, and worker 0's rate is used.")
+@case(CALLBACKS, "`LearningRateFinder`", note="Every worker searches; worker 0's rate is used.")
 def rate_finder(lab: Lab) -> Any:
     module = lab.regression()
     first = {name: value.clone() for name, value in module.state_dict().items()}
@@ -352,7 +348,7 @@ def rate_finder(lab: Lab) -> Any:
     CALLBACKS,
     "`BatchSizeFinder`",
     refused="Batch size finder is not supported with distributed strategies",
-    note="As under DDP: Lightning allows it on one device only.",
+    note="Lightning allows it on one device only.",
     ddp_fails=True,
 )
 def batch_size_finder(lab: Lab) -> Any:
@@ -388,10 +384,7 @@ def limits_by_fraction(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`val_check_interval` in time",
-    note=(
-        "All workers validate when one worker's clock says so. Under DDP workers whose clocks differ would wait "
-        "forever."
-    ),
+    note="All workers validate when one worker's clock says so. Under DDP they can wait forever.",
     since="2.6.0",
     ddp=False,
 )
@@ -429,10 +422,7 @@ def max_steps(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`max_time`",
-    note=(
-        "Under DDP worker 0's clock decides. Under A-SGD each worker's own clock does, and all workers stop at the "
-        "next sync point."
-    ),
+    note="Each worker's own clock decides, and all stop at the next sync point. Under DDP worker 0's clock decides.",
     differs=("events", "step"),
 )
 def max_time(lab: Lab) -> Any:
@@ -454,7 +444,7 @@ def fast_dev_run(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "`overfit_batches`",
-    note='Each worker trains and validates batches of its own, as with `data="split"`; not in an elastic run.',
+    note='Each worker has its own batches, as with `data="split"`. Not in an elastic run.',
 )
 def overfit(lab: Lab) -> Any:
     trained: set[str] = set()
@@ -500,7 +490,7 @@ def detect_anomaly(lab: Lab) -> Any:
     return fit(lab, detect_anomaly=True)
 
 
-@case(OPTIONS, "`deterministic=True`", note="Operations are deterministic; the order in which pushes arrive is not.")
+@case(OPTIONS, "`deterministic=True`", note="The order in which pushes arrive is not deterministic.")
 def deterministic(lab: Lab) -> Any:
     try:
         return fit(lab, deterministic=True)
@@ -529,7 +519,7 @@ def own_sampler(lab: Lab) -> Any:
 @case(
     OPTIONS,
     "data of unequal length per worker",
-    note="Under DDP the other workers would wait forever for the gradients of the worker with less data.",
+    note="Under DDP the others wait forever.",
     ddp=False,
 )
 def uneven(lab: Lab) -> Any:

@@ -46,7 +46,7 @@ class Case:
     @property
     def status(self) -> str:
         """For the page."""
-        return "refused" if self.refused else "works with a difference" if self.differs else "works"
+        return "refused" if self.refused else "differs" if self.differs else "works"
 
 
 CASES: dict[str, Case] = {}

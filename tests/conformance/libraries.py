@@ -106,7 +106,7 @@ def after_fit(lab: Lab) -> Any:
     LIBRARIES,
     "collectives of `torch.distributed` in a training step",
     refused="CollectiveUnavailableError: torch.distributed.all_reduce was called in the asynchronous phase",
-    note="No worker waits there. Call them at the ends of epochs, or turn off a library's synchronisation per step.",
+    note="No worker waits there. Call them at the end of an epoch, or turn off the library's synchronisation.",
 )
 def collectives_in_a_step(lab: Lab) -> Any:
     class Raw:
@@ -136,7 +136,7 @@ def nested_ddp(lab: Lab) -> Any:
 @case(
     LIBRARIES,
     "`SyncBatchNorm` layers",
-    note="Each worker normalises by its own batches. On CPUs DDP raises an error.",
+    note="Each worker normalises by its own batches. DDP fails on CPUs.",
     ddp_fails=True,
 )
 def sync_batch_norm_layers(lab: Lab) -> Any:
@@ -189,7 +189,11 @@ def device_mesh(lab: Lab) -> Any:
     return {"seen": seen}
 
 
-@case(LIBRARIES, "a torchmetrics metric that is made and computed in a training step", note="This worker's value.")
+@case(
+    LIBRARIES,
+    "a torchmetrics metric that is made and computed in a training step",
+    note="It computes this worker's value.",
+)
 def metric_in_a_step(lab: Lab) -> Any:
     import torchmetrics
 
@@ -225,7 +229,7 @@ def stream_by_torch(lab: Lab) -> Any:
     return {"samples": trained(lab, Streamed)}
 
 
-@case(LIBRARIES, "the same with loader processes", note="Each loader process queries `torch.distributed` itself.")
+@case(LIBRARIES, "the same with loader processes")
 def stream_by_torch_in_processes(lab: Lab) -> Any:
     class Streamed:
         def train_dataloader(self: Any) -> Any:

@@ -54,10 +54,7 @@ def train_epoch(lab: Lab) -> Any:
 @case(
     GROUP,
     "`sync_dist=True` at step level",
-    note=(
-        "It has no effect, and a warning says so: workers take their steps at different times. Worker 0's value is "
-        "logged."
-    ),
+    note="It has no effect, and a warning says so: worker 0's value is logged.",
     differs=("ranks",),
 )
 def step_level(lab: Lab) -> Any:
@@ -135,7 +132,7 @@ def gathered(lab: Lab) -> Any:
 @case(
     GROUP,
     "`self.all_gather` in `training_step`",
-    note="It returns this worker's own value alone, with a first dimension of 1: others take steps at other times.",
+    note="It returns this worker's value only, with a first dimension of 1.",
     differs=("shape",),
 )
 def gathered_in_training(lab: Lab) -> Any:
@@ -161,10 +158,7 @@ def logged(lab: Lab, logger: Any) -> dict[str, Any]:
 @case(
     LOGGERS,
     "CSV",
-    note=(
-        "steps are the progress of all workers together, as under DDP; steps that others take while worker 0 waits for "
-        "them at the end of an epoch are not in the log"
-    ),
+    note="Steps that others take while worker 0 waits at the end of an epoch are not in the log.",
 )
 def csv_logger(lab: Lab) -> Any:
     facts = logged(lab, lab.pl.loggers.CSVLogger(lab.folder, name="csv"))

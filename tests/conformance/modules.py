@@ -33,10 +33,7 @@ def tied(lab: Lab) -> Any:
 @case(
     GROUP,
     "frozen parameters",
-    note=(
-        "They are compared once, and not exchanged. If a program changes them, as a teacher's, all workers take worker "
-        "0's at each sync point."
-    ),
+    note="Not exchanged. If a program changes them, all workers take worker 0's at each sync point.",
 )
 def frozen(lab: Lab) -> Any:
     class Frozen:
@@ -52,7 +49,6 @@ def frozen(lab: Lab) -> Any:
 @case(
     GROUP,
     "parameters unfrozen later (`BackboneFinetuning`)",
-    note="They are exchanged from the epoch in which they are unfrozen.",
 )
 def unfrozen(lab: Lab) -> Any:
     class Backbone:
@@ -75,7 +71,7 @@ def unfrozen(lab: Lab) -> Any:
 @case(
     GROUP,
     "parameters unfrozen in the middle of an epoch",
-    note="They are trained by each worker alone up to the next sync point, averaged there, and exchanged from then on.",
+    note="Each worker trains them alone up to the next sync point, which averages them.",
 )
 def unfrozen_within_an_epoch(lab: Lab) -> Any:
     class Late:
@@ -92,7 +88,7 @@ def unfrozen_within_an_epoch(lab: Lab) -> Any:
     return fit(lab, Late, max_epochs=3, ddp={"find_unused_parameters": True})
 
 
-@case(GROUP, "unused parameters", note="Without an option; DDP needs `find_unused_parameters=True`.")
+@case(GROUP, "unused parameters", note="DDP needs `find_unused_parameters=True`.")
 def unused(lab: Lab) -> Any:
     class Unused:
         def build(self: Any) -> None:
@@ -182,7 +178,7 @@ def lazy(lab: Lab) -> Any:
     GROUP,
     "lazy module that has not seen a batch",
     refused="Parameter 'net.weight' has no shape yet",
-    note="As under DDP: the servers must know all shapes when fit begins.",
+    note="The servers must know all shapes when `fit` begins.",
     ddp_fails=True,
 )
 def lazy_unseen(lab: Lab) -> Any:
@@ -218,8 +214,7 @@ class Normalised:
 @case(
     GROUP,
     "batch norm",
-    note="At sync points the running statistics are averaged over the workers, weighted by the squares of the batches "
-    "that each has seen; DDP keeps those of worker 0.",
+    note="Sync points average running statistics over the workers; DDP keeps worker 0's.",
 )
 def batch_norm(lab: Lab) -> Any:
     module = lab.regression(Normalised)
@@ -230,8 +225,10 @@ def batch_norm(lab: Lab) -> Any:
 @case(
     GROUP,
     "`sync_batchnorm=True`",
-    note="It has no effect, and a warning says so: workers take their steps at different times, so no batch spans all "
-    "workers. Each normalises by its own batches. Statistics are averaged at sync points. DDP runs it on GPUs only.",
+    note=(
+        "It has no effect, and a warning says so. Each worker normalises by its own batches; sync "
+        "points average the statistics."
+    ),
     differs=("layers",),
     ddp=False,
 )
@@ -281,8 +278,7 @@ def reassigned(lab: Lab) -> Any:
 @case(
     GROUP,
     "buffers of any values and shapes",
-    note="At sync points all workers take worker 0's, and each keeps those that worker 0 does not have. A table below "
-    "has more kinds.",
+    note="At sync points all workers take worker 0's. More kinds are [below](#buffers).",
 )
 def buffers_of_all_kinds(lab: Lab) -> Any:
     class Keeping:
@@ -312,10 +308,11 @@ def buffers_of_all_kinds(lab: Lab) -> Any:
 
 @case(
     GROUP,
-    "weights that hooks set at sync points",
-    note="In `on_train_start`, `on_train_epoch_start`, `on_validation_end` and `on_train_epoch_end`. They are the "
-    "weights of all workers from then on. Those that are set in the middle of an epoch are mixed with the others' "
-    "updates, and a warning says so.",
+    "weights set in `on_train_start`, `on_train_epoch_start`, `on_validation_end` or `on_train_epoch_end`",
+    note=(
+        "They become the weights of all workers. Weights set in mid-epoch are mixed with the others' "
+        "updates, and a warning says so."
+    ),
 )
 def set_weights(lab: Lab) -> Any:
     set_last: list[float] = []

@@ -60,8 +60,8 @@ class Manual:
     "manual optimization, scheduler stepped by hand",
     differs=("rates",),
     note=(
-        "a schedule that the module steps itself counts the worker's own batches, whose number depends on its speed; "
-        "with `data='split'` it is as under DDP"
+        "The scheduler counts the worker's own batches, whose number depends on its speed. With "
+        '`data="split"` it is as under DDP.'
     ),
 )
 def manual(lab: Lab) -> Any:
@@ -148,8 +148,7 @@ def double(lab: Lab) -> Any:
 @case(
     GROUP,
     '`precision="bf16-true"`',
-    note="Weights of bfloat16 are exchanged as bfloat16. Servers change parameters in float32 and "
-    "keep a float32 copy, so small updates add up; checkpoints do not hold that copy.",
+    note="Exchanged as bfloat16. Servers add up in float32; checkpoints do not hold that copy.",
 )
 def bf16_true(lab: Lab) -> Any:
     module = lab.regression()
@@ -170,7 +169,7 @@ def one_cycle(lab: Lab) -> Any:
     return fit(lab, OneCycle, max_epochs=6)  # without momentum two epochs leave much to chance, under DDP too
 
 
-@case(GROUP, "`ReduceLROnPlateau`", note="It needs a value that is the same everywhere: log it with `sync_dist=True`.")
+@case(GROUP, "`ReduceLROnPlateau`", note="Log its value with `sync_dist=True`.")
 def plateau(lab: Lab) -> Any:
     class Plateau:
         def configure_optimizers(self: Any) -> Any:
@@ -202,8 +201,8 @@ def compiled(lab: Lab) -> Any:
     GROUP,
     "LBFGS with a line search",
     note=(
-        "Use a large `nsync`: its memory of past gradients lacks the other workers' contributions. Under DDP workers "
-        "whose searches have different lengths wait for each other forever."
+        "Use a large `nsync`: its past gradients lack the other workers' contributions. Under DDP "
+        "workers can wait forever."
     ),
     ddp=False,
 )
@@ -228,7 +227,7 @@ def adafactor(lab: Lab) -> Any:
 @case(
     GROUP,
     "sparse embedding with `SparseAdam`",
-    note="Of the embedding's weights the rows that have changed are exchanged; in islands all.",
+    note="Only rows that have changed are exchanged; in islands all.",
 )
 def sparse_adam(lab: Lab) -> Any:
     class Sparse:
@@ -263,7 +262,7 @@ def sparse_adam(lab: Lab) -> Any:
     GROUP,
     "a batch that is skipped (`training_step` returns None)",
     refused="Skipping the `training_step` by returning None",
-    note="As under DDP: Lightning allows it on one device only. With manual optimization any worker may skip a step.",
+    note="Lightning allows it on one device only. With manual optimization any worker may skip a step.",
     ddp_fails=True,
 )
 def skipped(lab: Lab) -> Any:
@@ -277,7 +276,7 @@ def skipped(lab: Lab) -> Any:
 @case(
     GROUP,
     "one worker alone skips steps, with manual optimization",
-    note="Under DDP the other worker would wait for its gradients forever.",
+    note="Under DDP the others wait forever.",
     ddp=False,
 )
 def skipped_by_one(lab: Lab) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 from tests.conformance.case import Case
@@ -29,22 +30,24 @@ ORDER = (
 )
 HEAD = """# What works
 
-Every line is a test that trains with two workers under `strategy="ddp"` and under `ASGDStrategy`, with Trainers of
-`pytorch_lightning` and of `lightning.pytorch`, and compares: the same sync points after the same number of steps, the
-same names of metrics, the same files, a loss as low as DDP's; and the same bits on all workers at every sync point
-(`pytest tests/conformance`). This page is made from these tests by `make compatibility`; do not edit it.
-The tables at its end show third-party libraries.
+Which features of Lightning work with `ASGDStrategy`, and what differs from DDP. Each is a test in `tests/conformance`:
+two workers train under DDP and under A-SGD, with `pytorch_lightning` and with `lightning.pytorch`. Both must pass the
+same sync points after the same number of steps, log the same metrics, write the same files and reach as low a loss. All
+workers must hold the same bits at every sync point. The last sections show other libraries. `make compatibility` writes
+this page; do not edit it.
 
-**refused**: with an error that says why. **compared with DDP**: *yes*; *DDP fails* if DDP raises an error; *no* if DDP
-hangs or has no such feature. **in an island**: *equal* if two processes that are one [island](howto/islands.md)
-with DDP inside end with the loss of DDP to the bit, and with the same sync points, metrics and files
-(`python -m tests.conformance.island_column`).
+- **A-SGD**: *works*, *differs*, or *refused* with an error that says why.
+- **DDP**: *works*, or *fails* with an error; *-* if it hangs or has nothing to compare with.
+- **island**: two processes that are one [island (worker group)](howto/islands.md) with DDP inside. *equal* means DDP's
+  loss to the bit, and the same sync points, metrics and files; *-* means not run.
+
+Features listed above a table work with A-SGD and with DDP, and are equal in an island.
 """
 MORE = {  # what has a test of its own
-    "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | yes | | |"],
+    "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | works | - | |"],
     "Optimization": [
-        '| `precision="16-mixed"` | works | | | GPUs only; on CPUs Lightning takes `"bf16-mixed"`. A worker trains as '
-        "Lightning alone, also where its `GradScaler` skips steps. Skipped steps push no gradient. |"
+        '| `precision="16-mixed"` | works | - | - | GPUs only; on CPUs Lightning takes `"bf16-mixed"`. Steps that '
+        "`GradScaler` skips push no gradient. |"
     ],
 }
 LAUNCHERS = """## Launchers
@@ -53,16 +56,14 @@ Tested in `tests/lightning/`, each with real processes.
 
 | launcher | | note |
 |---|---|---|
-| `start_method="popen"`, `strategy="asgd"` | works | a worker that dies does not stop the others |
-| `start_method="fork"`, `strategy="asgd_fork"` | works | a worker that dies does not stop the others |
-| `start_method="spawn"`, `strategy="asgd_spawn"` | works | a worker that dies does not stop the others |
+| `strategy="asgd"`, `"asgd_fork"`, `"asgd_spawn"` | works | a worker that dies does not stop the others |
 | notebooks (Jupyter), `strategy="asgd_notebook"` | works | by `fork`: do not train in the notebook's process first |
 | `torchrun`, one node and two | works | |
-| torchrun groups, Kubernetes, Kubeflow, SLURM arrays that join an elastic run | works | `make engines` |
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
+| torchrun groups, Kubernetes, Kubeflow, SLURM arrays that join an elastic run | works | |
 | SLURM (`srun`) | works | tested with the variables that SLURM sets |
-| `LightningCLI` | works | `strategy: {class_path: lightning_asgd.ASGDStrategy, init_args: {nsync: 5}}` |
-| CUDA devices | works | `make gpu`, on one H100 with torch 2.11; several GPUs in one job have not been run |
+| `LightningCLI` | works | |
+| CUDA devices | works | on one H100 with torch 2.11; several GPUs in one job have not been run |
 | Apple's MPS | not run yet | in elastic runs (`run=...`) only; tested with a CPU in its place |
 | others (XPU, HPU, NPU) | not run yet | as an object of an `Accelerator` class; tested with a CPU in its place |
 """
@@ -75,20 +76,28 @@ def page() -> str:
         groups[case.group].append(case)
     parts = [HEAD]
     for group, cases in groups.items():
-        heading = "| feature | A-SGD | compared with DDP | in an island | note |"
-        parts += [f"## {group}", "", heading, "|---|---|---|---|---|"]
-        parts += [*(_row(case) for case in cases), *MORE.get(group, [])]
-        parts.append("")
+        parts += [f"## {group}", ""]
+        if plain := [case.title for case in cases if _cells(case) == PLAIN]:
+            parts += textwrap.wrap("; ".join(plain) + ".", 120, break_long_words=False, break_on_hyphens=False)
+            parts.append("")
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for case in cases:
+            if _cells(case) != PLAIN:
+                rows.setdefault(_cells(case), []).append(case.title)
+        lines = [f"| {'; '.join(titles)} | {' | '.join(cells)} |" for cells, titles in rows.items()]
+        if lines := [line.replace("|  |", "| |") for line in lines] + MORE.get(group, []):
+            parts += ["| feature | A-SGD | DDP | island | note |", "|---|---|---|---|---|", *lines, ""]
     return "\n".join([*parts, LAUNCHERS, *(file.read_text() for file in PROGRAMS)])
 
 
-def _row(case: Case) -> str:
-    compared = "no" if not case.ddp else "DDP fails" if case.ddp_fails else "yes"
-    note = case.note
-    if case.refused:
-        note = f"{note} Error: *{case.refused.replace(chr(92), '')}*"
-    island = ISLANDS.get(case.name, "")
-    return f"| {case.title} | {case.status} | {compared} | {island} | {note} |".replace("  |", " |")
+PLAIN = "works", "works", "equal", ""
+
+
+def _cells(case: Case) -> tuple[str, ...]:
+    """A row without the feature's name; features with the same cells share a row."""
+    ddp = "-" if not case.ddp else "fails" if case.ddp_fails else "works"
+    island = ISLANDS.get(case.name, "-").partition(":")[0].replace("DDP fails", "fails")
+    return case.status, ddp, island, case.note
 
 
 if __name__ == "__main__":
