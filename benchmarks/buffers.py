@@ -165,9 +165,10 @@ def page(table: dict[str, dict[str, str]]) -> str:
     lines = [
         "## Buffers",
         "",
-        "Small programs, each with one kind of buffer, were run with each of (`make buffers`):",
+        "`make buffers` runs small programs, each with one kind of buffer, with each of:",
         *textwrap.wrap("; ".join(table) + ".", 120),
-        "With these kinds the fit ends in all, all workers then hold the same buffers, and their values are valid:",
+        "The fit ends with valid values in all, with the kinds below. In jobs of A-SGD all workers then hold the same",
+        "buffers, except those that are not persistent or that only some workers make.",
         "",
         *passing,
     ]

@@ -41,7 +41,7 @@ this page; do not edit it.
 - **island**: two processes that are one [island (worker group)](howto/islands.md) with DDP inside. *equal* means DDP's
   loss to the bit, and the same sync points, metrics and files; *-* means not run.
 
-Features listed above a table work with A-SGD and with DDP, and are equal in an island.
+Features in plain text work with A-SGD and with DDP, and are equal in an island.
 """
 MORE = {  # what has a test of its own
     "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | works | - | |"],
