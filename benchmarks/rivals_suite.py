@@ -6,7 +6,8 @@
 The first call installs both into results/programs/overlays/rivals, on top of this environment: all systems use the same
 torch. The rest is throughput.py's. torchft and hivemind train in plain loops of torch, as bare local SGD does, and are
 compared with bare torch; DDP and A-SGD train in a Trainer, and are compared with "unconnected". hivemind is measured
-with two periods: that of the others, and one ten times as long. At the end it prints the table of docs/comparison.md.
+with two periods: that of the others, and one ten times as long. At the end it prints a table, whose shares stand in
+docs/is_it_for_me.md.
 """
 
 from __future__ import annotations
