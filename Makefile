@@ -85,7 +85,7 @@ race: $(VENV)/.installed-examples ## seconds to an accuracy and to a loss, besid
 convergence: $(VENV)/.installed-examples ## accuracy beside DDP
 	@$(RUN) benchmarks/convergence.py
 
-algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks, for docs/algorithms.md
+algorithms: $(VENV)/.installed-examples ## every algorithm on the same tasks
 	@$(RUN) benchmarks/algorithms.py
 
 rounds: $(VENV)/.installed-examples ## rounds of outer momentum under faults, and with a changing number of workers: ten minutes

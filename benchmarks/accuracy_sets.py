@@ -394,7 +394,8 @@ def tables(found: dict[Cell, float]) -> tuple[str, bool]:
                 ]
                 texts.append(f"{text} ({statistics.fmean(base):.3f})" if base else "-")
                 good &= fine
-            lines.append(f"| {data.title}, {data.measure} | {optimizer} | " + " | ".join(texts) + " |")
+            title = "" if optimizer != OPTIMIZERS[0] else f" {data.title}, {data.measure}"
+            lines.append(f"|{title} | {optimizer} | " + " | ".join(texts) + " |")
     names = [name for name in ALL_ALGORITHMS if any(cell.data == name and cell.way in ALGORITHMS for cell in found)]
     if names:
         titles = " | ".join(f"{loaded(name).title}, {loaded(name).measure}" for name in names)

@@ -13,7 +13,7 @@ share two cores.
 All algorithms run with the same worker optimizer, and with their own defaults, except where the table says so. Worker 0
 reads the servers' weights a few times a second; the loss on held-out data is computed afterwards.
 
-Writes results/algorithms.json, docs/images/algorithms.png, and the tables between the marks in docs/algorithms.md.
+Writes results/algorithms.json, results/algorithms.md with the tables, and results/algorithms.png.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ SHOWN = {  # in the picture, with colours of the common palette
     "Hogwild": "gold",
     "Downpour, adam": "rose",
 }
-MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 
 
 # ---------------------------------------------------------------- tasks
@@ -432,8 +431,8 @@ def draw(runs: list[dict[str, Any]], tasks: list[Task], path: Path) -> None:
     plt.close(fig)
 
 
-def report(results: Path, tasks: list[Task], page: Path) -> None:
-    """Tables and verdicts on the terminal, the tables on the page, and the picture."""
+def report(results: Path, tasks: list[Task]) -> None:
+    """Tables and verdicts on the terminal, the tables and the picture as files beside the results."""
     runs = json.loads(results.read_text())["runs"]
     tasks = [t for t in tasks if rows_of(runs, t.name)]
     parts = []
@@ -443,13 +442,8 @@ def report(results: Path, tasks: list[Task], page: Path) -> None:
         rows = rows_of(runs, task.name)
         parts.append(table(rows, task))
         Console().print(f"{parts[-1]}\n{verdicts(rows, task)}", markup=False, highlight=False)
-    if page.exists():
-        text = page.read_text()
-        head, rest = text.split(MARKS[0])
-        tail = rest.split(MARKS[1])[1]
-        page.write_text(head + MARKS[0] + "\n\n" + "\n\n".join(parts) + "\n\n" + MARKS[1] + tail)
-    picture = ROOT / "docs" / "images" / "algorithms.png"
-    draw(runs, tasks, picture)
+    results.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+    draw(runs, tasks, results.with_suffix(".png"))
 
 
 def main() -> int:
@@ -477,7 +471,7 @@ def main() -> int:
                 settings = {"torch": torch.__version__, "cores": os.cpu_count(), "workers": WORKERS, "slower": SLOWER}
                 results.write_text(json.dumps({"settings": settings, "runs": before}))
                 progress.advance(bar)
-    report(results, tasks, ROOT / "docs" / "algorithms.md")
+    report(results, tasks)
     return 0
 
 

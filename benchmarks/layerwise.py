@@ -9,7 +9,7 @@ paper's comparison; LayerWise() and LayerWise(delay=1). All are interleaved, and
 networks are a CNN of 4 layers and GoogLeNet of torchvision, with 115 layers that have weights.
 
 The picture shows two steps of worker 1, GoogLeNet at 400 Mbit/s: when it computes, and when which gradients are sent.
-Writes results/layerwise.json and docs/images/layerwise-timeline.png.
+Writes results/layerwise.json and results/layerwise-timeline.png.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_asgd.report.picture_style import PAPER, pyplot
 # Mbit/s of the network. At 400 GoogLeNet's gradients take about as long as its step.
 SPEEDS: dict[str, tuple[float | None, ...]] = {"cnn": (None, 100.0), "googlenet": (None, 400.0, 100.0)}
 CLAIM = 1.7  # of Daily, Vishnu and Siegel, for the paper's kind of scenario
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "layerwise-timeline.png"
+PICTURE = Path(__file__).resolve().parent.parent / "results" / "layerwise-timeline.png"
 SHOWN = 2  # steps in the picture
 SHOWN_MBIT = 400.0
 SYSTEMS = ("DDP, all gradients after backward", "DDP", "layer-wise")

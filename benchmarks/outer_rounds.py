@@ -12,7 +12,7 @@ members: a character transformer with one worker, then four, then two; and with 
 weights, with and without radial-directional averages.
 
 The servers, the workers and the leases are the real ones, under a virtual clock. Exits with 1 if Decoupled DiLoCo's
-goodput is not the higher one wherever workers are lost. A run of both parts draws docs/images/outer_rounds.png.
+goodput is not the higher one wherever workers are lost. A run of both parts draws results/outer_rounds.png.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_asgd.report.picture_style import PAPER, pyplot
 from lightning_asgd.simulation import Crash, LateWorker, LeasedData, LogNormal, ModuleProblem, Quadratic, Simulation
 from lightning_asgd.simulation.simulation_report import Report
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "outer_rounds.png"
+PICTURE = Path(__file__).resolve().parent.parent / "results" / "outer_rounds.png"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PARTS = ("goodput", "members")
@@ -232,6 +232,7 @@ def draw(values: dict[str, list[list[float]]], curves: dict[str, list[list[tuple
     right.set(xlabel="virtual seconds (1 step ~ 1 s)", ylabel="held-out loss", title="One worker, four, two")
     right.set_ylim(top=3.0)
     right.legend()
+    PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE)
     plt.close(figure)
 
