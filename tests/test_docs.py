@@ -220,7 +220,7 @@ def test_configurations_name_classes_and_arguments_that_exist(block: pages.Block
             assert set(arguments) <= set(signature.parameters), path
 
 
-@pytest.mark.parametrize("page", ["settings.md", "howto/dying_workers.md", "reliability.md"])
+@pytest.mark.parametrize("page", ["settings.md", "reliability.md"])
 def test_a_page_that_names_ways_to_start_workers_names_all(page: str) -> None:
     text = (pages.DOCS / page).read_text()
     ways = typing.get_args(typing.get_type_hints(strategy_options.StrategyOptions)["start_method"])
