@@ -301,8 +301,7 @@ class Walk:
 
     def runs(self, *, encrypted: bool) -> str:
         """Servers and a worker here, a worker there; the first worker is killed, the other one ends the run."""
-        words = ("--transport zmq", 'transport="zmq"') if encrypted else ("/my-model\n", "import ASGDStrategy")
-        serve, code = block(RUNS, "bash", words[0]), block(RUNS, "python", words[1])
+        serve, code = block(RUNS, "bash", "/my-model\n"), block(RUNS, "python", "import ASGDStrategy")
         secret = {"LIGHTNING_ASGD_SECRET": self.secret()} if encrypted else {}
         here, there = (self.machine("zmq" if encrypted else "rpc", node, **secret) for node in (0, 1))
         for machine in (here, there):
@@ -321,6 +320,9 @@ class Walk:
             after = there.run(status)
             os.killpg(servers.pid, signal.SIGINT)
             finished(servers, "lightning-asgd serve", logs[0])
+        transport = "zmq" if encrypted else "rpc"
+        if f"Transport {transport} (" not in logs[0].read_text():
+            raise WrongError(f"Expected transport {transport}:\n{logs[0].read_text()}")
         if "run my-model" not in seen or not re.search(r"Worker \d+ has left\.", after):
             raise WrongError(f"The status was\n{seen}\nand then\n{after}")
         return f"{accuracy} on the second machine, the first one's worker killed"
