@@ -22,7 +22,6 @@ PROGRAM = block(ONE_MACHINE, "python", "class Digits")
             ["run='10.0.0.1:29400/my-model'", "devices=1"],
             ["devices=2", "strategy=strategy"],
         ),
-        (RUNS, 'transport="zmq"', ["transport='zmq'", "max_epochs=300"], ["max_epochs=5"]),
         (MONITORING, "offline=True", ["import WandbLogger", "logger=WandbLogger("], ["logger=False"]),
     ],
 )
