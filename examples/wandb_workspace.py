@@ -1,4 +1,4 @@
-"""Put a workspace with the charts of docs/monitoring.md into a project on Weights & Biases.
+"""Put a workspace with charts of all metrics (docs/monitoring.md) into a project on Weights & Biases.
 
     pip install wandb-workspaces
     python examples/wandb_workspace.py my-team digits           # needs an account: wandb login

@@ -6,28 +6,35 @@ from pathlib import Path
 
 import pytest
 
-import lightning_asgd
 from lightning_asgd.cli.command_line import main
+from tests.helpers import pages
 
-PAGE = Path(lightning_asgd.__file__).parent.parent / "docs" / "data_stalls.md"
+PAGE = pages.DOCS / "data_stalls.md"
+
+
+def words(text: str) -> list[str]:
+    """What stands there but for figures: a rate may be too fast to be measured."""
+    return re.findall(r"[a-z]{3,}", re.sub(r"\d+(\.\d+)? m?s\b|no limit seen", "", text))
 
 
 def shape(text: str) -> list[str]:
-    """What stands there but for figures and the advice: a rate may be too fast to be measured."""
+    """The words of the tables, without the advice."""
     tables, verdict, _ = text.partition("Data loading takes ")
     assert verdict
-    return re.findall(r"[a-z]{3,}", re.sub(r"\d+(\.\d+)? m?s\b|no limit seen", "", tables))
+    return words(tables)
 
 
 def test_the_page_shows_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = PAGE.read_text()
-    script = re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)
-    shown = re.search(r"```\n\$ lightning-asgd (stalls .*?)\n(.*?)```", page, re.DOTALL)
-    assert script is not None
+    shown = re.search(r"```\n\$ lightning-asgd (stalls .*?)\n(.*?)\n\.\.\.\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert shown is not None
-    (tmp_path / "train.py").write_text(script[1])
+    hidden, script, *_ = pages.blocks(PAGE, "python")
+    assert script.text.startswith("# train.py\n")
+    (tmp_path / "train.py").write_text(hidden.text + script.text)
     monkeypatch.chdir(tmp_path)
     assert main([*shlex.split(shown[1]), "--steps", "5", "--repeats", "1"]) == 0
-    assert shape(capsys.readouterr().out) == shape(shown[2])
+    printed = shape(capsys.readouterr().out)
+    first, last = words(shown[2]), shape(shown[3])
+    assert printed[: len(first)] == first
+    assert printed[-len(last) :] == last

@@ -1,4 +1,4 @@
-"""The workspace of the example, which the page describes, has a chart for every metric. It is built, not sent."""
+"""The example's workspace has a chart for every metric. It is built, not sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import pytorch_lightning.loggers
 
 from lightning_asgd.monitoring.metric_definitions import METRICS
-from tests.helpers import pages
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wandb_workspace.py"
 LOGGED = {f"asgd/{name}" for name in (*METRICS, "workers/alive")}
@@ -50,9 +49,3 @@ def test_the_axis_is_what_this_lightning_logs(example: Any) -> None:
     logger = pytorch_lightning.loggers.WandbLogger(offline=True, experiment=(run := MagicMock()))
     logger.log_metrics({"loss": 1.0}, step=3)
     assert run.log.call_args[0][0][example.STEP] == 3
-
-
-def test_the_page_lists_these_charts(example: Any) -> None:
-    text = (pages.DOCS / "monitoring.md").read_text()
-    rows = re.findall(r"^\| (.+) \| (.+) \| `(\^.+)` \|$", text, re.MULTILINE)
-    assert rows == charts(example)
