@@ -25,7 +25,7 @@ author = "the lightning-asgd authors"
 release = version = lightning_asgd.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-extensions += ["sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
+extensions += ["sphinx_copybutton", "sphinx_design"]
 root_doc = "index"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

@@ -48,7 +48,7 @@ class HealthResponder:
             self._socket.close()
             raise LaunchError(
                 f"Cannot listen on {joined(host, port)} for health checks (UDP): {error}. Expected a port that no "
-                "other process uses. Give another port, or a --host of this machine."
+                "other process uses. Give another port, or an address of this machine."
             ) from error
         self._socket.settimeout(_POLL_S)
         self._thread = threading.Thread(target=self._serve, name="lightning_asgd.health", daemon=True)

@@ -268,7 +268,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         raise LaunchError(
             f"The servers listen on loopback of the machine at {self.address[0]}, which is another one than this, and "
             "have transport='rpc', which connects to ports of their own. Expected transport='zmq', of which all goes "
-            "through one port, also in a tunnel; or else an address that this machine reaches, as --host of "
+            "through one port, also in a tunnel; or else an address that this machine reaches, for "
             "`lightning-asgd serve` or as MASTER_ADDR."
         )
 
