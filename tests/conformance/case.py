@@ -23,6 +23,7 @@ class Case:
         ddp_fails: DDP itself raises an error.
         ddp: whether there is anything to compare with.
         since: the first release of Lightning that is known to have it.
+        ddp_since: the first release of torch whose DDP is known to train it.
     """
 
     group: str
@@ -34,6 +35,7 @@ class Case:
     ddp_fails: bool = False
     ddp: bool = True
     since: str = "2.5.0"
+    ddp_since: str = "2.6.0"
 
     def __post_init__(self) -> None:
         assert self.note or not (self.differs or self.refused), self.title

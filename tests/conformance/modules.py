@@ -114,7 +114,7 @@ def dtypes(lab: Lab) -> Any:
     return {"dtypes": [str(p.dtype) for p in module.parameters()], "loss": loss_of(module)}
 
 
-@case(GROUP, "complex parameters")
+@case(GROUP, "complex parameters", ddp_since="2.15.0")  # 2.6 cannot broadcast them over gloo
 def complex_numbers(lab: Lab) -> Any:
     class Complex:
         def build(self: Any) -> None:

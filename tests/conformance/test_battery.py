@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.version import Version
 
 from tests.conformance.case import Case
@@ -93,6 +94,8 @@ def test_case(name: str, package: str, battery: Battery, tmp_path: Path) -> None
 @pytest.mark.parametrize(("name", "package"), cases([name for name in CASES if CASES[name].ddp], 8, 0))
 def test_as_under_ddp(name: str, package: str, battery: Battery, tmp_path: Path) -> None:
     case = CASES[name]
+    if Version(torch.__version__) < Version(case.ddp_since):
+        pytest.skip(f"DDP trains it since torch {case.ddp_since}")
     theirs = battery.run(case, package, DDP, tmp_path)
     if case.ddp_fails:
         assert all(outcome.error for outcome in theirs)
