@@ -1,7 +1,8 @@
 """A worker that joins when its machine becomes available and leaves when the machine is taken away.
 
-    lightning-asgd serve 127.0.0.1:29400/digits           # once, on a machine that stays
-    python examples/spot_worker.py                        # on every other machine; with --run HOST:29400/digits
+    lightning-asgd serve HOST:29400/digits                   # once, on a machine that stays; HOST is its address
+    python examples/spot_worker.py --run HOST:29400/digits   # on every other machine
+
 
 Start the second command several times, and stop any of the workers with Ctrl-C or with `kill`. `kill` sends SIGTERM, as
 spot machines, Kubernetes and SLURM do; the worker then ends with exit code 0. The others take its data and continue. If

@@ -30,18 +30,18 @@ ORDER = (
 )
 HEAD = """# What works
 
-Which features of Lightning work with `ASGDStrategy`, and what differs from DDP. Each is a test in `tests/conformance`:
-two workers train under DDP and under A-SGD, with `pytorch_lightning` and with `lightning.pytorch`. Both must pass the
-same sync points after the same number of steps, log the same metrics, write the same files and reach as low a loss. All
-workers must hold the same bits at every sync point. The last sections show other libraries. `make compatibility` writes
-this page; do not edit it.
+This page says which features of Lightning work with `ASGDStrategy`, and what differs from DDP. Up to
+[Launchers](#launchers) each is a test in `tests/conformance`: two workers train under DDP and under A-SGD, with
+`pytorch_lightning` and with `lightning.pytorch`. Both must pass the same sync points after the same number of steps,
+log the same metrics, write the same files and reach as low a loss. All workers must hold the same bits at every sync
+point. The other sections name their own programs. `make compatibility` writes this page; do not edit it.
 
 - **A-SGD**: *works*, *differs*, or *refused* with an error that says why.
 - **DDP**: *works*, or *fails* with an error; *-* if it hangs or has nothing to compare with.
 - **island**: two processes that are one [island (worker group)](howto/islands.md) with DDP inside. *equal* means DDP's
   loss to the bit, and the same sync points, metrics and files; *-* means not run.
 
-Features in plain text work with A-SGD and with DDP, and are equal in an island.
+Features that are listed above a table work with A-SGD and with DDP, and are equal in an island.
 """
 MORE = {  # what has a test of its own
     "Checkpoints": ["| resume what DDP wrote, and under DDP what A-SGD wrote | works | works | - | |"],
@@ -61,7 +61,7 @@ Tested in `tests/lightning/`, each with real processes.
 | `torchrun`, one node and two | works | |
 | several nodes, `MASTER_ADDR`, `MASTER_PORT`, `NODE_RANK` | works | |
 | torchrun groups, Kubernetes, Kubeflow, SLURM arrays that join an elastic run | works | |
-| SLURM (`srun`) | works | tested with the variables that SLURM sets |
+| SLURM (`srun`) | works | tested with SLURM's own daemons on one machine |
 | `LightningCLI` | works | |
 | CUDA devices | works | on one H100 with torch 2.11; several GPUs in one job have not been run |
 | Apple's MPS | not run yet | in elastic runs (`run=...`) only; tested with a CPU in its place |
