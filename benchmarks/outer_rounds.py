@@ -129,7 +129,7 @@ def goodput(steps: int, seeds: int) -> tuple[bool, dict[str, list[list[float]]]]
 
 
 def shown(values: Sequence[float], digits: int = 3) -> str:
-    """Median, least and greatest."""
+    """Median (min-max)."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 

@@ -299,7 +299,7 @@ def fuzz(kind: str, address: str, place: tuple[str, int], session: str, number: 
 
 
 def is_rejected(future: Any) -> bool:
-    """Whether a message was answered with an error by name, or with what changes nothing."""
+    """Whether a message was answered with an error, or with what changes nothing."""
     answer = future.wait()
     return answer is False or isinstance(answer, Failure | HeartbeatReply)
 

@@ -83,7 +83,7 @@ TOOLS = {
 # 37 of the engines are what a run says of lost servers and a lost board, and the end of workers with exit hooks.
 # 63 of the core are plain loops and engines, exchanges that signals end, kinds of loops, and dead predecessors.
 # 138 of the core are data with shards in plain loops, and what they and samples by number have in common there.
-# 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams refuse by name.
+# 25 of the core are one SIGTERM that is ignored, a tended run that is unreachable, and what streams reject.
 # 450 of the core are islands of one Trainer: the run that it hosts, who belongs to which, how they begin and end.
 # 70 of the core are exchanges that are kept in host memory; 74 of the tools are the memory of islands in `plan`.
 # 165 of the core are what plain loops and Fabric lacked: layer-wise gradients by hooks, units, restarted periods.

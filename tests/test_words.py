@@ -74,6 +74,8 @@ RETIRED = {
     "data by speed|in fixed parts": "data shared dynamically, data split equally",
     "lossy codes?": "lossy codec",
     "the run where that is": "the run's current progress",
+    "(refused|rejected) by name": "rejected with an error that names it",
+    "the least and the greatest": "min-max",
 }
 LEFT: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""Snapshots that an earlier version wrote: servers go on from those of their own protocol, and refuse others by name.
+"""Snapshots that an earlier version wrote: servers go on from those of their own protocol, and reject others.
 
 tests/data/snapshots-<protocol> stay as they were written. A new PROTOCOL needs new ones, beside the old:
 python -m tests.component.test_recorded_snapshots
