@@ -84,10 +84,8 @@ def examine(
     any_problem = any(check.state == PROBLEM for check in found)
     where = "one machine" if nodes == 1 else f"{nodes} machines"
     yield f"{'Problems' if any_problem else 'No problems'} for a job on {where} with transport={transport!r}"
-    for state in (PROBLEM, WARNING, NOTE):
-        for check in found:
-            if check.state == state:
-                yield from _wrapped(f"  {state:8}", f"{check.name}: {check.text.rstrip('.')}. {check.advice}")
+    for check in [each for state in (PROBLEM, WARNING, NOTE) for each in found if each.state == state]:
+        yield from _wrapped(f"  {check.state:8}", f"{check.name}: {check.text.rstrip('.')}. {check.advice}")
 
 
 def _despite_errors(heading: str, group: Iterable[Check]) -> Iterator[Check]:
@@ -297,6 +295,8 @@ def _transport(nodes: int, asked: str) -> Iterator[Check]:
                 kind.provide_secret(one_machine=not several)
         except ASGDError as error:
             found = refused(name, error, PROBLEM if name == used else NOTE)
+            if open_to_others:  # whose check says how to make a secret
+                found = found._replace(advice=found.advice.replace(job_secret.HAND_OUT, "See above."))
             yield found._replace(text=f"on several machines: {found.text}") if several else found
         else:
             strong = f", and {SECRET_ENV} is long enough" if kind.encrypted and job_secret.given() else ""

@@ -230,6 +230,15 @@ def test_several_machines_with_zmq_and_no_secret(plain: pytest.MonkeyPatch, caps
     assert said.startswith("a job on 2 machines with transport='zmq' problem MASTER_ADDR: not set")
     assert "MASTER_PORT is not set. Expected MASTER_ADDR and MASTER_PORT to be the same on every machine" in said
     assert "LIGHTNING_ASGD_SECRET is not set. Expected the same secret" in said
+    assert said.count("openssl rand") == 1
+
+
+def test_how_to_make_a_secret_is_said_once(plain: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain.setattr(doctor_command, "_versions", lambda: iter(()))
+    assert main(["doctor", "--num-nodes", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("openssl rand") == 1
+    assert "Expected the same secret of at least 16 characters on all machines. See above." in said
 
 
 @pytest.mark.parametrize("secret", ["known to all machines", None], ids=["zmq", "rpc"])
