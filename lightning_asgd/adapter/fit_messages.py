@@ -53,8 +53,7 @@ class FitMessages:
         self._began, self._waited_before = time.monotonic(), sum(self._waited())
         if not trainer.is_global_zero:
             return
-        workers = membership.rank_and_size[1]
-        servers = membership.client.connection.transport.num_servers
+        workers, servers = membership.rank_and_size[1], membership.client.connection.transport.num_servers
         what = [exchanges(self._config, period), *([data] if workers > 1 else [])]
         with _aside(trainer.progress_bar_callback):
             tree = tree_of(trainer)

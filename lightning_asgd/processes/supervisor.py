@@ -50,8 +50,7 @@ class Supervisor:
     def __init__(
         self, rendezvous: Rendezvous | None, settings: ServerSettings | None = None, *, first: int = 0
     ) -> None:
-        self.rendezvous = rendezvous
-        self.settings, self._first = settings or ServerSettings(), first
+        self.rendezvous, self.settings, self._first = rendezvous, settings or ServerSettings(), first
         self._private: str | None = None  # folder for snapshots that are for a lost server's place only
         self._folders: list[str] = []
         self._servers: list[ServerHandle] = []
@@ -281,7 +280,7 @@ class Supervisor:
                 self._reaper.stdin.flush()
 
     def _new_server(self, index: int, rendezvous: Rendezvous, *, succeeds: bool = True) -> ServerHandle:
-        settings = self.settings if self._private is None else replace(self.settings, snapshots=self._private)
+        settings = replace(self.settings, snapshots=self._private, keeps=False) if self._private else self.settings
         return ServerHandle(index, rendezvous, settings, succeeds=succeeds)
 
     def _replace(self, server: ServerHandle) -> None:

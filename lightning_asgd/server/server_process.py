@@ -64,6 +64,7 @@ class ServerSettings:
     job: str = ""  # the job's name; empty for an elastic run
     run: str = ""  # name of the only run that they serve, if it is elastic; see `Service`
     snapshots: str = ""  # folder that they write snapshots to, and continue from; empty for none
+    keeps: bool = True  # whether that folder outlives the process that has started them
     snapshot_every_s: float = 0.0  # seconds between two; 0 for none
     snapshot_or_end: bool = False  # whether they end if one cannot be written
     moves: bool = False  # whether other servers are started elsewhere if these end
@@ -228,7 +229,8 @@ def _writer(
             log.warning(what)
 
     writer = SnapshotWriter(service.snapshot, snapshots, settings.snapshot_every_s, complain, at_end=bool(settings.run))
-    service.snapshot_report = writer.report
+    if settings.keeps:
+        service.snapshot_report = writer.report
     return writer
 
 

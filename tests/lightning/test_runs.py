@@ -477,6 +477,7 @@ def test_a_trainer_that_does_not_fit_the_run_is_told_why(
         shown = capsys.readouterr().out
         assert "run counts" in shown
         assert "no worker takes part now" in shown
+        assert "snapshot" not in shown, "there is no folder of the user's for them"
         assert "Worker 1 has left." in shown
         monkeypatch.setenv(SECRET_ENV, SECRET)  # serve has it, and answers no other health checks
         check_health(address, servers_of(served.pid)[0], capsys)
