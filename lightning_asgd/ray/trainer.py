@@ -208,7 +208,7 @@ class ASGDRun:
 
     def _host(self) -> tuple[RunAddress, Rendezvous]:
         """Host the rendezvous in this process."""
-        asked, host = self._plan.transport, get_node_ip_address()
+        asked, host, run = self._plan.transport, get_node_ip_address(), self._plan.run.name
         secret = job_secret.given() or secrets.token_hex(32)
         before = os.environ.get(SECRET_ENV)
         os.environ[SECRET_ENV] = secret
@@ -222,9 +222,11 @@ class ASGDRun:
             os.environ.pop(SECRET_ENV, None)
             if before is not None:
                 os.environ[SECRET_ENV] = before
-        tell = log.info if kind.encrypted else log.warning
-        tell("Run %r: transport %s (%s) %s", self._plan.run.name, name, why, who)
-        return RunAddress(host, rendezvous.address[1], self._plan.run.name, name, secret), rendezvous
+        if kind.encrypted and secret != before:
+            why = "as given" if asked == name else "pyzmq is installed"
+            who = "is encrypted and authenticated (key generated for this run)."
+        (log.info if kind.encrypted else log.warning)("Run %r: transport %s (%s) %s", run, name, why, who)
+        return RunAddress(host, rendezvous.address[1], run, name, secret), rendezvous
 
     def _places(self) -> list[Any]:
         """Reserve room for the servers, on different nodes if possible, and for the first workers."""

@@ -13,7 +13,7 @@ import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
 
 from lightning_asgd.adapter.launchers import surroundings_of
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.environment import SECRET_ENV, TRANSPORT_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.loop import job_address, training_job
 from lightning_asgd.loop.job_address import Surroundings
@@ -128,6 +128,12 @@ def test_what_was_asked_for_is_taken(asked: str, one_machine: bool) -> None:
     name, why, who = registry.choose(asked, one_machine=one_machine)
     assert (name, why) == (asked, "as given")
     assert ("run code as this user" in who) == (asked == "rpc")
+
+
+def test_what_the_environment_names_is_not_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRANSPORT_ENV, "rpc")
+    assert registry.choose("rpc", one_machine=False)[1] == "LIGHTNING_ASGD_TRANSPORT is set"
+    assert registry.choose("zmq", one_machine=False)[1] == "as given"
 
 
 def test_an_unknown_name_is_an_error() -> None:
