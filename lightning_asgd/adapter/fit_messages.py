@@ -141,7 +141,7 @@ def rate_advice(workers: int, config: ExchangeConfig, optimizers: Iterable[Any])
 
 
 def start_line(workers: int, servers: int, transport: str, what: list[str], folder: str | None) -> str:
-    """The line at the start of a fit."""
-    logs = [] if folder is None else [f"logs in {folder}"]
-    parts = [count(workers, "worker"), count(servers, "server"), f"transport {transport}", *what, *logs]
-    return f"A-SGD: {', '.join(parts)}."
+    """The lines at the start of a fit."""
+    logs = "" if folder is None else f", logs in {folder}"
+    parties = f"A-SGD: {count(workers, 'worker')}, {count(servers, 'server')}, transport {transport}."
+    return f"{parties}\n  {', '.join(what)}{logs}."

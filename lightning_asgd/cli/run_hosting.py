@@ -80,7 +80,7 @@ class _OtherHost:
                 self._note(self._address, entry, asked_at, False)
             except Exception as error:  # of any kind: else this host would never be asked again
                 if not isinstance(error, RuntimeError):
-                    log.exception("Host %s could not be asked.", self._address)
+                    log.exception("Host %s could not be queried.", self._address)
                 self._drop()
                 self._note(self._address, None, asked_at, listens(*host) is False)
         self._drop()

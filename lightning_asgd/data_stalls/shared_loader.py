@@ -328,7 +328,7 @@ class _Making:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # which hold the loader processes
             self.error = error
-            log.warning("This program cannot make its batches of a SharedLoader.", exc_info=error)
+            log.warning("This program cannot prepare its batches for a SharedLoader.", exc_info=error)
         finally:
             with loader._memory.locked():
                 loader._board.give_back(loader._me)

@@ -183,7 +183,7 @@ class ElasticFleet(Fleet):
 
     def _change_chief(self, chief: bool) -> None:
         worker = self.client.connection.worker
-        log.info("Worker %d %s checkpoints from now on.", worker, "logs and writes" if chief else "writes no")
+        log.info("Worker %d %s from now on.", worker, "writes the checkpoints" if chief else "writes no checkpoints")
         self._shell.speak_as(0 if chief else worker)
         if chief and self._begun:
             self._continue_as_chief()

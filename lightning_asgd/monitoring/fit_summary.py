@@ -47,7 +47,7 @@ class FitSummary:
             return []
         together = f"{_number(sum(getattr(each, what) for each in figures.values()) / wall)} {what}/s"
         if len(rates) == 1:
-            return [f"{together}."]
+            return [f"Speed: {together}."]
         listed = f"{together} together. By worker: {', '.join(map(_number, rates.values()))}."
         if len(rates) <= _EACH and len(listed) <= _ROOM:
             return [listed]

@@ -248,7 +248,7 @@ class ServerBorrower(BorrowedServers):
         if len(block.addresses) == len(block.servers) or waits:
             return None
         if block.lender:
-            log.warning("Host %s has not started the servers that were asked of it.", block.lender)
+            log.warning("Host %s has not started the servers that were requested.", block.lender)
         taken = {each.lender for each in self._blocks if each is not block}
         block.lender = next((host for host in hosts if host not in taken), "")
         block.asked_at, block.addresses, block.renewed_at = now, {}, math.inf

@@ -315,7 +315,7 @@ class _Share:
             call(self._there)
         except Exception as error:  # of any kind: else the lease would end, and no message would say why
             if not isinstance(error, RuntimeError):
-                log.exception("The host of the servers could not be asked.")
+                log.exception("The host of the servers could not be queried.")
             self._drop()
 
     def _drop(self) -> None:
@@ -346,7 +346,7 @@ class _Watch:
                 self.placed.step(time.monotonic())
             except Exception as error:  # of any kind: else no lost node would be noticed any more
                 if not isinstance(error, RuntimeError):  # else the workers learn it from the rendezvous
-                    log.exception("The servers of other nodes could not be looked after.")
+                    log.exception("The servers on other nodes could not be checked.")
 
     def close(self) -> None:
         self._closed.set()

@@ -72,7 +72,7 @@ class Storage:
             self.filesystem.delete_file(f"{self.path}/{name}{_COMPLETE}")
             self.filesystem.delete_dir(f"{self.path}/{name}")
         except OSError as error:
-            log.warning("The checkpoint %s/%s, which is kept no longer, was not removed: %s", self.path, name, error)
+            log.warning("The old checkpoint %s/%s could not be removed: %s", self.path, name, error)
 
     def checkpoint(self, name: str) -> Any:
         """One of the checkpoints here."""

@@ -94,7 +94,7 @@ class _Part:
             where = f"a folder of this user's on server {message.server}'s machine, and room on its disk"
             return failure(SnapshotError(f"The files of {message.table} cannot be used: {error}. Expected {where}."))
         except Exception as error:
-            log.exception("Message %s failed", type(message).__name__)
+            log.exception("A message failed: %s", type(message).__name__)
             return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}.")
 
     def close(self) -> None:

@@ -160,7 +160,7 @@ def _guarded(due: Callable[[], None]) -> None:
     try:
         due()
     except Exception:
-        log.exception("A server failed on what was due. This is a bug.")
+        log.exception("A server failed in its regular work. This is a bug.")
 
 
 def _report_gone(service: Service) -> None:

@@ -124,7 +124,7 @@ class Service:
             except ASGDError as error:
                 return failure(error)
             except Exception as error:
-                log.exception("Message %s failed", type(message).__name__)
+                log.exception("A message failed: %s", type(message).__name__)
                 return Failure("ASGDError", f"A server failed on {type(message).__name__}: {error!r}. This is a bug.")
 
     def tick(self) -> None:

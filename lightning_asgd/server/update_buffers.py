@@ -98,7 +98,7 @@ class Buffers:
         except ASGDError as error:
             return error
         except Exception as error:
-            log.exception("The reply to an exchange of worker %d failed", message.worker)
+            log.exception("The reply to an exchange of worker %d failed.", message.worker)
             return ASGDError(f"A server failed on its reply to worker {message.worker}: {error!r}. This is a bug.")
 
     def forget_common(self, fragment: int) -> None:

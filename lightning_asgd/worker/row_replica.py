@@ -144,7 +144,7 @@ class RowSpan:
                 parts = [rows[start : start + step] for start in range(0, max(len(rows), 1), step)]
                 return torch.cat([part[(self.values_of(part) != self.base[part]).any(1)] for part in parts])
             self.table.moves = True
-            log.info("Rows of %s change without a gradient: all of it is compared from now on.", self.table.name)
+            log.info("Rows of %s change without a gradient: the whole table is compared from now on.", self.table.name)
         return self._differing(0, count)
 
     def remember(self, rows: Tensor, before: Tensor) -> None:

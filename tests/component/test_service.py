@@ -364,7 +364,7 @@ def test_an_error_nobody_thought_of_is_answered_too(caplog: pytest.LogCaptureFix
     assert "A server failed on Exchange" in text
     assert "This is a bug" in text
     assert isinstance(s.handle(fetch()), Reply)  # it serves on
-    assert "Message Exchange failed" in caplog.text
+    assert "A message failed: Exchange" in caplog.text
 
 
 @pytest.mark.parametrize("worker", [0, 2], ids=["a waiting worker", "the last worker"])

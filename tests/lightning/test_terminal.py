@@ -150,7 +150,7 @@ def test_what_a_terminal_shows(tmp_path: Path, mains: Any, package: str) -> None
     assert not re.search(r"\x1b\[(1A|2K)", said.rpartition("A-SGD: ")[2]), "rich draws over none"
     for bar, text in zip(BARS, said.split("A-SGD: 2 workers, 1 server, ")[1:], strict=True):
         assert text.startswith(
-            f"transport zmq (one machine), nsync=4, data shared dynamically, logs in {bar}/version_0."
+            f"transport zmq (one machine).\r\n  nsync=4, data shared dynamically, logs in {bar}/version_0."
         )
         for epoch in range(EPOCHS):
             check(tmp_path, bar, [frame for frame in frames(text) if frame.epoch == epoch])

@@ -29,14 +29,14 @@ def test_the_period_and_an_algorithm_that_was_chosen(settings: dict[str, object]
     assert exchanges(ExchangeConfig.create(**settings), given) == said  # type: ignore[arg-type]
 
 
-def test_the_line_at_the_start() -> None:
+def test_the_lines_at_the_start() -> None:
     what = ["nsync=10", "data shared dynamically"]
     assert start_line(2, 1, "rpc (one machine)", what, "logs/version_3") == (
-        "A-SGD: 2 workers, 1 server, transport rpc (one machine), nsync=10, data shared dynamically, "
-        "logs in logs/version_3."
+        "A-SGD: 2 workers, 1 server, transport rpc (one machine).\n"
+        "  nsync=10, data shared dynamically, logs in logs/version_3."
     )
     assert start_line(1, 2, "zmq (as given)", ["nsync=10"], None) == (
-        "A-SGD: 1 worker, 2 servers, transport zmq (as given), nsync=10."
+        "A-SGD: 1 worker, 2 servers, transport zmq (as given).\n  nsync=10."
     )
 
 
@@ -90,7 +90,10 @@ def test_without_a_monitor_it_is_about_the_chief() -> None:
 
 
 def test_a_worker_alone_and_one_that_has_trained_nothing() -> None:
-    assert str(FitSummary(1, 10.0, figures(6.4), ExchangeStats(), 0, 0.0, None)).splitlines()[1] == "  6.4 samples/s."
+    assert (
+        str(FitSummary(1, 10.0, figures(6.4), ExchangeStats(), 0, 0.0, None)).splitlines()[1]
+        == "  Speed: 6.4 samples/s."
+    )
     nothing = FitSummary(2, 0.0, {0: WorkerMetrics(), 1: WorkerMetrics()}, ExchangeStats(), 0, 0.0, None)
     assert str(nothing) == "A-SGD: 2 workers trained for 0.0 s."
 
