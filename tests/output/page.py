@@ -1,0 +1,73 @@
+"""Writes docs/output.md, from the calls that print: ``python -m tests.output.page``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tests.output.calls import FEW, FILLED, Call, calls, letters, sentences
+from tests.output.rows import ELSEWHERE, SOURCES, WHEN
+
+__all__ = ["PAGE", "page", "rows"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "output.md"
+HEAD = f"""# What is printed
+
+Every line that this package prints or logs by itself, by who prints it and when. {FILLED} stands for what is filled in,
+and for the rest of long lines. Not listed: errors that are raised ([Troubleshooting](troubleshooting.md)) and what you
+ask commands for ([Commands](commands.md)).
+
+- *info*: through Lightning's logger. `logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)` hides it
+  (`"lightning.pytorch"` if you import that).
+- *warning*, *error*: through the logger `"lightning_asgd"`. What hides Lightning's lines does not hide these.
+- *hidden*: through the same logger, and shown after `logging.basicConfig()` and `setLevel(logging.INFO)`.
+- *UserWarning*: through Python's `warnings`.
+
+This page is made by `python -m tests.output.page`. Tests compare it with the code, and with what programs print.
+"""
+_SHORT, _LONG = 30, 100  # letters of a text by which it can be recognised; characters that a row shows
+
+
+def rows() -> Iterator[tuple[str, Call, str]]:
+    """Each call with who prints it, and when."""
+    known = {function: (who, when) for who, group in WHEN.items() for function, when in group.items()}
+    for call in calls():
+        if call.function not in ELSEWHERE:
+            who, when = known.get(call.function, ("", ""))
+            more = sentences(SOURCES[call.function]) if call.function in SOURCES else ()
+            yield who, replace(call, texts=(*call.texts, *more)), when
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [HEAD]
+    levels: dict[tuple[str, str, str], set[str]] = {}
+    for who, call, when in rows():
+        for text in call.texts:
+            levels.setdefault((who, when, _shown(text)), set()).add(call.level)
+    for who in WHEN:
+        parts += [f"## {who}\n", "| line | level | when |", "|---|---|---|"]
+        found = sorted(
+            (when, text, " or ".join(sorted(level))) for (group, when, text), level in levels.items() if group == who
+        )
+        parts += [f"| {text} | {level} | {when} |" for when, text, level in found]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _shown(text: str) -> str:
+    """The begin of a text, as code: sentences of its first line until it can be recognised."""
+    line = next(each for each in text.splitlines() if letters(each) >= FEW).strip()
+    shown = ""
+    for sentence in re.split(r"(?<=\.) (?=[A-Z])", line):
+        if letters(shown) < _SHORT:
+            shown = f"{shown} {sentence}".strip()
+    if len(shown) > _LONG:
+        shown = f"{shown[:_LONG].rpartition(' ')[0].rstrip(',;:')} {FILLED}"
+    return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
