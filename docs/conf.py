@@ -17,6 +17,7 @@ from sphinx.util.inspect import stringify_signature
 
 import lightning_asgd
 from lightning_asgd.cli.command_line import main
+from tests.output.tables import tables
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def setup(app: Any) -> None:
     """Formulas as MathML, which browsers draw by themselves: no script, and nothing fetched from elsewhere."""
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
     app.add_directive("help-of", HelpOf)
+    app.add_directive("printed-lines", PrintedLines)
     app.connect("doctree-read", _keep_out_of_search)
     app.connect("missing-reference", _find_anywhere)
     app.connect("autodoc-process-signature", _show_arguments)
@@ -89,6 +91,14 @@ class HelpOf(SphinxDirective):
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
             main([self.arguments[0], "--help"])
         return [nodes.literal_block(text=said.getvalue(), language="text")]
+
+
+class PrintedLines(SphinxDirective):
+    """What the package prints by itself, made from the calls that print."""
+
+    def run(self) -> list[nodes.Node]:
+        """A section for each who prints."""
+        return self.parse_text_to_nodes(tables(), allow_section_headings=True)
 
 
 def _inline_math(translator: Any, node: nodes.math) -> None:

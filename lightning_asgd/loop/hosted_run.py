@@ -19,7 +19,7 @@ from lightning_asgd.processes import rank_variables, supervisor
 from lightning_asgd.processes.server_handle import child_environment
 from lightning_asgd.server.server_process import QUIET_ENV
 from lightning_asgd.transports import job_secret
-from lightning_asgd.transports.addresses import LOOPBACK, listens, resolve
+from lightning_asgd.transports.addresses import LOOPBACK, joined, listens, resolve
 from lightning_asgd.transports.rendezvous import Rendezvous
 
 __all__ = ["HostedRun", "free_port"]
@@ -70,12 +70,11 @@ class HostedRun:
     def _serve(self, host: str) -> None:
         overseer, run = supervisor.ensure_watch(), secrets.token_hex(4)
         port = free_port(resolve(host))
-        options = {"host": host, "port": port, "run-id": run, "num-servers": self._num_servers}
-        options["transport"] = self.transport
+        about = f"{joined(host, port)}/{run}", f"--num-servers={self._num_servers}", f"--transport={self.transport}"
         environment = child_environment()
         path = [*filter(None, [environment["PYTHONPATH"], *sys.path]), os.getcwd()]  # an algorithm may be a user's own
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, "serve", *(f"--{name}={value}" for name, value in options.items())],
+            [sys.executable, "-c", _COMMAND, "serve", *about],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**environment, "PYTHONPATH": os.pathsep.join(path), QUIET_ENV: "1"},  # the chief logs the events

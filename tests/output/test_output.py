@@ -1,4 +1,4 @@
-"""docs/output.md lists every line that the package prints: compared with the code, and with what programs print."""
+"""docs/output.md lists every line that the package prints: compared with the code and with real programs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from tests.helpers import programs
 from tests.output.calls import FEW, FILLED, calls, letters, strays
-from tests.output.page import PAGE, page, rows
 from tests.output.rows import ELSEWHERE, HANDED_ON, SOURCES, WHEN
+from tests.output.tables import rows
 
 COLUMNS, BETWEEN = 80, "the second fit"
 RECORD = re.compile(r"^(?P<level>[A-Z]+) (?P<path>\S+\.py): ", re.MULTILINE)
@@ -35,10 +35,6 @@ def test_nothing_is_printed_in_another_way() -> None:
     assert set(strays()) == HANDED_ON
 
 
-def test_the_page_is_that_of_the_code() -> None:
-    assert PAGE.read_text() == page(), "run python -m tests.output.page"
-
-
 # ---------------------------------------------------------------------- what programs print
 
 
@@ -56,7 +52,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
     main = "import sys; from lightning_asgd.cli.command_line import main; sys.exit(main(sys.argv[1:]))"
     commands = {
         "fits": ["-m", "tests.output.program", BETWEEN],
-        "serve": ["-c", main, "serve", "--port=0", "--run-id=my-model"],
+        "serve": ["-c", main, "serve", "127.0.0.1:0/my-model"],
     }
     environment = programs.environment(COLUMNS=str(COLUMNS), PYTHONWARNINGS="ignore")
     running = {

@@ -1,32 +1,16 @@
-"""Writes docs/output.md, from the calls that print: ``python -m tests.output.page``."""
+"""The tables of docs/output.md, from the calls that print; docs/conf.py puts them there."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from tests.output.calls import FEW, FILLED, Call, calls, letters, sentences
 from tests.output.rows import ELSEWHERE, SOURCES, WHEN
 
-__all__ = ["PAGE", "page", "rows"]
+__all__ = ["rows", "tables"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "output.md"
-HEAD = f"""# What is printed
-
-Every line that this package prints or logs by itself, by who prints it and when. {FILLED} stands for what is filled in,
-and for the rest of long lines. Not listed: errors that are raised ([Troubleshooting](troubleshooting.md)) and what you
-ask commands for ([Commands](commands.md)).
-
-- *info*: through Lightning's logger. `logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)` hides it
-  (`"lightning.pytorch"` if you import that).
-- *warning*, *error*: through the logger `"lightning_asgd"`. What hides Lightning's lines does not hide these.
-- *hidden*: through the same logger, and shown after `logging.basicConfig()` and `setLevel(logging.INFO)`.
-- *UserWarning*: through Python's `warnings`.
-
-This page is made by `python -m tests.output.page`. Tests compare it with the code, and with what programs print.
-"""
 _SHORT, _LONG = 30, 100  # letters of a text by which it can be recognised; characters that a row shows
 
 
@@ -40,9 +24,9 @@ def rows() -> Iterator[tuple[str, Call, str]]:
             yield who, replace(call, texts=(*call.texts, *more)), when
 
 
-def page() -> str:
-    """The page's text."""
-    parts = [HEAD]
+def tables() -> str:
+    """A section for each who prints, in Markdown."""
+    parts = []
     levels: dict[tuple[str, str, str], set[str]] = {}
     for who, call, when in rows():
         for text in call.texts:
@@ -67,7 +51,3 @@ def _shown(text: str) -> str:
     if len(shown) > _LONG:
         shown = f"{shown[:_LONG].rpartition(' ')[0].rstrip(',;:')} {FILLED}"
     return f"`` {shown} ``" if "`" in shown else f"`{shown}`"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
