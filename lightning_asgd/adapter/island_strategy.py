@@ -197,6 +197,8 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
         about = self._job, self.options.config, self.options.policy, self.board, shell
         self._membership = IslandFleet(self._group, *about, islands=self._division.islands if self._division else 0)
         self._membership.join()
+        if run is not None:
+            self._job.why = run.why
         self._sigterm = shell.sigterm = Sigterm(trainer, alone=False)
         self._undo += self._sigterm.undo, put_first(trainer, monitor=self.options.monitor)
         heeds = heed_engine(trainer, self._sigterm.note) if self._division is None else self._division.watch()

@@ -39,7 +39,7 @@ class HostedRun:
 
     def __init__(self, num_servers: int, transport: str, start_timeout_s: float, patience_s: float) -> None:
         self.fits = self.is_main = False
-        self.transport = ""
+        self.transport = self.why = ""
         self._number = next(_runs)  # equal in all processes of the job, which run the same program
         self._num_servers, self._asked = num_servers, transport
         self._start_timeout_s, self.patience_s = start_timeout_s, patience_s
@@ -56,7 +56,7 @@ class HostedRun:
     def begin(self, place: Surroundings, say: Callable[[str], None], *, is_main: bool) -> None:
         """Find or host the rendezvous; in the main process, start the servers of a call that trains."""
         one_machine = place.num_nodes == 1 and (rank_variables.address() is not None or not place.external)
-        self.transport, _, kind = job_address.choose_transport(
+        self.transport, self.why, kind = job_address.choose_transport(
             self._asked, one_machine=one_machine, say=say if is_main else None
         )
         kind.provide_secret(one_machine=one_machine)
