@@ -39,7 +39,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt disks stopping several strangers ports islands soak loop wheels dist newcomer screenshots clean
+.PHONY: help demo docs test test-all oldest newest check format bench monitor race convergence accuracy sets parts clients claims layerwise scale crowd predicted regress algorithms rules codes rows served buffers rounds programs ray streams techniques compatibility gpu memory chaos storm elastic engines interrupt disks stopping several strangers ports islands soak loop wheels dist newcomer pictures screenshots clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
@@ -217,6 +217,9 @@ dist: ## dist/: sdist and wheel of the last commit's time, built and checked as 
 newcomer: $(VENV)/.installed-dev ## what the documentation promises to a newcomer, done from its pages (as root, Linux)
 	@$(RUN) -m benchmarks.newcomer_readme
 	@$(RUN) -m benchmarks.newcomer
+
+pictures: $(VENV)/.installed-examples ## draw the plots of README and the docs from docs/images/data; TAKE=1 takes over results/ first
+	@$(RUN) -m docs.pictures $(if $(TAKE),--take)
 
 screenshots: $(VENV)/.installed-screenshots docs ## pictures of site, report and terminal view, and what is wrong with them; BROWSER=, BROWSER_OPTIONS=
 	@$(RUN) examples/monitor.py

@@ -73,6 +73,7 @@ def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (_inline_math, None), (_display_math, None))
     app.add_directive("help-of", HelpOf)
     app.add_directive("printed-lines", PrintedLines)
+    app.connect("doctree-read", _show_pictures, priority=400)  # before Sphinx collects images
     app.connect("doctree-read", _keep_out_of_search)
     app.connect("missing-reference", _find_anywhere)
     app.connect("autodoc-process-signature", _show_arguments)
@@ -122,6 +123,22 @@ def _mathml(node: nodes.math | nodes.math_block, **options: bool) -> str:
 def _keep_out_of_search(app: Any, doctree: nodes.document) -> None:
     if app.env.docname in internals:
         app.env.metadata[app.env.docname]["nosearch"] = "true"
+
+
+def _show_pictures(app: Any, doctree: nodes.document) -> None:
+    """An image NAME-light.svg has a twin for the dark theme. An emphasised paragraph below an image is its caption."""
+    for image in [*doctree.findall(nodes.image)]:
+        name, is_light, _ = image["uri"].partition("-light.svg")
+        images, place = [image], image.parent
+        if is_light:
+            images.append(image.deepcopy())
+            image["classes"], images[1]["classes"], images[1]["uri"] = ["only-light"], ["only-dark"], f"{name}-dark.svg"
+            place.insert(place.index(image) + 1, images[1])
+        below = place.next_node(descend=False, siblings=True)
+        if isinstance(below, nodes.paragraph) and [*map(type, below.children)] == [nodes.emphasis]:
+            caption = nodes.caption("", "", *below[0].children)
+            below.parent.remove(below)
+            place.replace_self(nodes.figure("", *images, caption, ids=[nodes.make_id(name)]))
 
 
 def _find_anywhere(app: Any, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:

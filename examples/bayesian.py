@@ -12,6 +12,7 @@ band that contains 95 of 100 points or slightly more where there are data, and t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from lightning_asgd.report.picture_style import PAPER, pyplot
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 NOISE = 0.2  # standard deviation of an observation, which the model knows
 GAP = -1.0, 1.0  # between which there are no data
+LINE = torch.linspace(-3.5, 3.5, 200)  # where the picture shows predictions
 NUM_DATA = 128
 BATCH = 8
 PASSES = 20  # over the data in an epoch: workers meet at its end
@@ -75,19 +77,16 @@ def predict(model: nn.Module, samples: list[dict[str, Tensor]], x: Tensor) -> tu
     return mean, (square - mean**2 + NOISE**2).sqrt()
 
 
-def save_picture(model: nn.Module, samples: list[dict[str, Tensor]], path: Path) -> None:
+def save_picture(networks: int, mean: Tensor, deviation: Tensor, path: Path) -> None:
     plt = pyplot()
-    x = torch.linspace(-3.5, 3.5, 400).unsqueeze(1)
-    mean, deviation = predict(model, samples, x)
-    line, low, high = x.flatten(), (mean - 2 * deviation).flatten(), (mean + 2 * deviation).flatten()
-    fig, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    axes.fill_between(line, low, high, color=PAPER["blue"], alpha=0.2, lw=0, label="two standard deviations")
-    axes.plot(line, mean.flatten(), color=PAPER["blue"], label=f"mean of {len(samples)} networks")
-    axes.plot(line, curve(line), "--", color=PAPER["orange"], label="the curve")
+    fig, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    low, high = mean - 2 * deviation, mean + 2 * deviation
+    axes.fill_between(LINE, low, high, color=PAPER["blue"], alpha=0.2, lw=0, label="two standard deviations")
+    axes.plot(LINE, mean, color=PAPER["blue"], label=f"mean of {networks} networks")
+    axes.plot(LINE, curve(LINE), "--", color=PAPER["orange"], label="the curve")
     axes.plot(*(values.flatten() for values in observations(NUM_DATA, 0)), ".", ms=4, color=PAPER["soft"], label="data")
     axes.set(title="Predictions of samples of the posterior", xlabel="x", ylim=(-3, 4))
     axes.legend(loc="upper left", ncols=2)
-    path.parent.mkdir(exist_ok=True)
     fig.savefig(path, dpi=150)
     print(f"Saved {os.path.relpath(path)}")
 
@@ -125,7 +124,10 @@ def main() -> None:
         error = (mean - curve(x)).square().mean().sqrt()
         print(f"{covered:.3f} of new observations within the band; error of the mean {error:.3f}")
         print(f"standard deviation {deviation.mean():.3f} where there are data, {inside:.3f} in the gap")
-        save_picture(model, strategy.samples, RESULTS / "bayesian.png")
+        band = [values.flatten().tolist() for values in predict(model, strategy.samples, LINE.unsqueeze(1))]
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "bayesian.json").write_text(json.dumps([len(strategy.samples), *band]))
+        save_picture(len(strategy.samples), *map(torch.tensor, band), RESULTS / "bayesian.png")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python examples/monitor.py --split    # every worker trains a fixed part of the data, as under DDP: watch it wait
     python examples/monitor.py --fast     # a few seconds
 
-The first two commands make the pictures of docs/monitoring.md.
+The first two commands write what `make pictures TAKE=1` draws for docs/monitoring.md.
 """
 
 from __future__ import annotations

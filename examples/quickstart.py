@@ -89,6 +89,7 @@ def main() -> None:
         results = {run: in_new_process(run, args.fast) for run in NAMES if args.only in (None, run)}
         print_table(results, epochs)
         RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "quickstart.json").write_text(json.dumps(results))
         save_picture(results, RESULTS / "quickstart.png")
 
 
@@ -135,7 +136,7 @@ def print_table(results: dict[str, dict[str, Any]], epochs: int) -> None:
 
 def save_picture(results: dict[str, dict[str, Any]], path: Path) -> None:
     plt = pyplot()
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained", width_ratios=(1, 1.1, 1.2))
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.5, 3.4), layout="constrained", width_ratios=(1, 1.1, 1))
     fig.get_layout_engine().set(wspace=0.12, w_pad=0.1, h_pad=0.1)
     for run, result in results.items():
         epochs = list(zip(*(fit["accuracy"] for fit in result["equal"]), strict=True))
@@ -144,11 +145,11 @@ def save_picture(results: dict[str, dict[str, Any]], path: Path) -> None:
         left.fill_between(places, [*map(min, epochs)], [*map(max, epochs)], color=COLORS[run], alpha=0.15, lw=0)
         right.plot(result["slow"]["seconds"], result["slow"]["accuracy"], "o-", ms=4, color=COLORS[run])
     fits = len(next(iter(results.values()))["equal"])
-    left.set(title="Equal workers: the same accuracy", xlabel=f"epoch (mean and range of {fits} fits)")
+    left.set(title="Equal workers", xlabel=f"epoch (mean and range of {fits} fits)")
     left.xaxis.get_major_locator().set_params(integer=True)
     left.set_ylabel("validation accuracy")
     left.legend(loc="lower right")
-    right.set(title="One worker slow: there sooner", xlabel="seconds of training", xlim=(0, None))
+    right.set(title="One worker slow", xlabel="seconds of training", xlim=(0, None))
     for axes in (left, right):
         axes.grid(axis="y")
 
@@ -162,9 +163,9 @@ def save_picture(results: dict[str, dict[str, Any]], path: Path) -> None:
     names = ["equal workers", "one worker slow"]
     if len(rates) > 1:
         ratios = [asgd / ddp for ddp, asgd in zip(rates["ddp"], rates["asgd"], strict=True)]
-        names = [f"{name}\nA-SGD {ratio:.1f} times DDP" for name, ratio in zip(names, ratios, strict=True)]
+        names = [f"{name}:\nA-SGD {ratio:.1f} x DDP" for name, ratio in zip(names, ratios, strict=True)]
     middle.set_xticks((0, 1), names)
-    middle.set(title="Training samples per second")
+    middle.set(title="Samples per second")
     middle.set_yticks([])
     middle.spines["left"].set_visible(False)
     middle.tick_params(axis="x", length=0)

@@ -355,9 +355,9 @@ def _draw(scaling: _Scaling, simulated: dict[int, float], file: Path) -> None:
     jobs = [each for each in asked if each is not None]
     numbers = [each.workers for each in jobs]
     lock_step = [sizing.synchronous_efficiency(sizing.overhead_ratio(j), j.workers) for j in jobs]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 3.8), layout="constrained")
     left.plot(numbers, [scaling.efficiency(j) for j in jobs], color=asgd, label=f"A-SGD, nsync={job.nsync}")
-    left.plot([*simulated], [*simulated.values()], "o", color=asgd, mfc="white", label="the same, simulated")
+    left.plot([*simulated], [*simulated.values()], "o", color=asgd, label="the same, simulated")
     left.plot(numbers, lock_step, "--", color=SYSTEM_COLOURS["DDP"], label="in lock-step, every step")
     left.set_ylabel("efficiency")
     left.set_ylim(0, 1.05)

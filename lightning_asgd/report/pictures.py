@@ -22,7 +22,7 @@ from lightning_asgd.report.curves import STATES, Curves, totals
 from lightning_asgd.report.faults import KINDS, Fault, faults
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic
 
-__all__ = ["FAULT_COLOURS", "METRICS", "ROWS", "Picture", "draw"]
+__all__ = ["FAULT_COLOURS", "METRICS", "ROWS", "Picture", "draw", "for_page"]
 
 METRICS = 12  # validation metrics that are drawn
 _WIDTH, _HEIGHT, _DPI = 5.0, 2.7, 200  # inches, pixels per inch
@@ -67,10 +67,10 @@ def _picture(name: str, title: str, figure: Figure) -> Picture:
     figure.set_layout_engine("none")  # as it has been found
     without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(svg, format="svg", transparent=True, metadata=without)
-    return Picture(name, title, png.getvalue(), _for_page(svg.getvalue(), name, title))
+    return Picture(name, title, png.getvalue(), for_page(svg.getvalue(), name, title))
 
 
-def _for_page(svg: str, name: str, title: str) -> str:
+def for_page(svg: str, name: str, title: str) -> str:
     """An SVG file as an element of a page: names that no other picture uses, the page's font and colours."""
     (box,) = re.findall(r'viewBox="[^"]*"', svg[:2000])
     inner = svg[svg.index(">", svg.index("<svg")) + 1 :]

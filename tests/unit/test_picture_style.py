@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import importlib
 import itertools
-import math
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,11 @@ import sklearn  # noqa: F401 - sets environment variables when it is imported, w
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from docs import pictures
 from lightning_asgd.report import picture_style
 from lightning_asgd.report.picture_style import DARK, PAPER, SERIES
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -61,20 +64,15 @@ def test_the_colours_of_curves_can_be_told_apart(palette: dict[str, str], cones:
         assert np.linalg.norm(seen(palette[one], cones) - seen(palette[other], cones)) > 15, (one, other)
 
 
-def test_the_picture_of_all_algorithms_is_as_wide_as_its_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # it sets this, and the path, for itself
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    algorithms = importlib.import_module("benchmarks.algorithms")
-    tasks = [algorithms.Task(name, name.title(), "loss", 0.01, 5.0, 0.1, {}) for name in ("digits", "characters")]
-    curve = [(0.4 * i, 1000 * i, 2.3 * math.exp(-0.2 * i)) for i in range(12)]
-    runs = [{"task": task.name, "name": name, "curve": curve} for task in tasks for name in algorithms.SHOWN]
-    drawn: list[Figure] = []
+def test_the_plots_of_the_pages_are_drawn_from_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plot of a page has a twin for the dark theme, and colours of its palette only."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # it adds the examples'
     with pyplot.rc_context():
-        with monkeypatch.context() as patch:
-            patch.setattr(pyplot, "close", drawn.append)
-            algorithms.draw(runs, tasks, tmp_path / "picture.png")
-        (figure,) = drawn
-        right = max(axes.get_position().x1 for axes in figure.axes)
-        pyplot.close(figure)
-    assert right > 0.95
-    assert len(figure.legends[0].get_texts()) == len(algorithms.SHOWN)
+        drawn = {(name, theme): text for name, svg in pictures.plots() for theme, text in pictures.twins(svg)}
+    kept = {file.name for theme in pictures.THEMES for file in pictures.IMAGES.glob(f"*-{theme}.svg")}
+    assert kept == {f"{name}-{theme}.svg" for name, theme in drawn}
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    for (name, theme), text in drawn.items():
+        assert theme == "dark" or f"images/{name}-light.svg" in pages
+        assert len(text) < 60_000
+        assert {*re.findall("#[0-9a-f]{6}", text)} <= {*pictures.THEMES[theme].values()}, name
