@@ -36,6 +36,8 @@ html_theme = "furo"
 html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/icon.svg"
+templates_path = ["templates"]
 html_show_copyright = html_show_sphinx = False
 html_copy_source = False
 

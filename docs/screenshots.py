@@ -9,8 +9,10 @@ Pictures are in build/screenshots: the site's start page, a search, and the repo
 the terminal view, `lightning-asgd status --watch`, of a real run; and the charts that `wandb leet` draws of an offline
 run of the program of docs/monitoring.md. Options of the browser come last: ``-- --no-sandbox`` if root starts it.
 
-Exits with 1 if a page is wider than a phone, if a text's contrast is below 4.5 (WCAG 2.2, 1.4.3, level AA), or if the
-search does not find what it should.
+Every page of the site is checked on both, in the light and in the dark theme. Exits with 1 if one is wider than the
+screen, if a text's contrast is below 4.5 (WCAG 2.2, 1.4.3, level AA), if a page has no title, no language or not one
+h1, an image no alternative text, a link or button no text, if an image or script failed, or if the search does not find
+what it should.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import pyte
-from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, sync_playwright
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -60,11 +62,15 @@ BACKGROUND = b"\x1b]11;rgb:2828/2828/2828\x1b\\"  # a terminal's answer to the q
 # Texts whose colour is too near to what lies behind them, each with its contrast. Transparent colours are laid over
 # what is behind. Left out is what is not shown: texts for screen readers, links that only a pointer brings up.
 CONTRASTS = """(least) => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const parsed = new Map();
   const parse = (text) => {
-    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-    canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-    return [r, g, b, a / 255];
+    if (!parsed.has(text)) {
+      canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+      parsed.set(text, [r, g, b, a / 255]);
+    }
+    return parsed.get(text);
   };
   const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
   const luminance = (colour) => colour.slice(0, 3)
@@ -90,6 +96,22 @@ CONTRASTS = """(least) => {
     if (contrast < least) found.set(`${contrast.toFixed(2)} ${name}`, text.slice(0, 40));
   }
   return [...found].map(([what, text]) => `${what}: ${text}`);
+}"""
+
+# What readers with a screen reader, and search engines, miss.
+MISSING = """() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const name = (e) => [e.ariaLabel, e.textContent, e.title, e.querySelector('img')?.alt].join('').trim();
+  const heads = all('h1').length;
+  return [
+    document.title.trim() ? '' : 'no title',
+    document.documentElement.lang ? '' : 'no language',
+    heads === 1 ? '' : `${heads} h1`,
+    ...all('img').filter((e) => !e.alt.trim()).map((e) => `no alternative text of ${e.src}`),
+    ...all('img').filter((e) => e.complete && !e.naturalWidth).map((e) => `no image ${e.src}`),
+    ...all('svg[role=img]').filter((e) => !name(e)).map((e) => `no title of ${e.outerHTML.slice(0, 80)}`),
+    ...all('a[href], button').filter((e) => !name(e)).map((e) => `no text in ${e.outerHTML.slice(0, 80)}`),
+  ].filter(Boolean);
 }"""
 
 
@@ -128,9 +150,17 @@ class Camera:
         """A page, in a browser of its own: some builds show one only."""
         browser: Browser = self._launch()
         try:
-            yield browser.new_page(viewport=DEVICES[device], color_scheme=theme)
+            page = browser.new_page(viewport=DEVICES[device], color_scheme=theme)
+            page.on("console", lambda said: self._hear(page, said))
+            page.on("pageerror", lambda error: self.note(f"{page.url}: {error}"))
+            yield page
         finally:
             browser.close()
+
+    def _hear(self, page: Page, said: ConsoleMessage) -> None:
+        """Note an error of a served page. A report has no icon."""
+        if said.type == "error" and "127.0.0.1" in page.url and not said.location["url"].endswith("favicon.ico"):
+            self.note(f"{page.url}: {said.text}")
 
     def note(self, what: str) -> None:
         """Say what is wrong, and remember it."""
@@ -144,12 +174,14 @@ class Camera:
         print(file.relative_to(ROOT))
 
     def check(self, page: Page, name: str) -> None:
-        """Whether a page is as wide as the screen, and can be read."""
+        """Whether a page is as wide as the screen, can be read, and lacks nothing."""
         width, screen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
         if width > screen:
             self.note(f"{name} is {width} pixels wide, on a screen of {screen}")
         for text in page.evaluate(CONTRASTS, CONTRAST):
             self.note(f"{name}: contrast {text}")
+        for text in page.evaluate(MISSING):
+            self.note(f"{name}: {text}")
 
 
 # ---------------------------------------------------------------------- what is shown
@@ -158,25 +190,24 @@ class Camera:
 def try_checks(camera: Camera) -> None:
     """See that the checks notice a page that is wrong."""
     with camera.page("phone") as page:
-        page.set_content('<p style="color: #999; width: 500px">grey</p>')
+        page.set_content('<p style="color: #999; width: 500px">grey <a href="#"></a><img></p><script>none()</script>')
         camera.check(page, "A page that is wrong on purpose")
-    if len(camera.wrong) != 2:
-        raise AssertionError(f"The checks found {camera.wrong}. Expected a page too wide, and a contrast too low.")
+    if len(camera.wrong) != 9:
+        raise AssertionError(f"The checks found {camera.wrong}. Expected nine things that are wrong.")
     camera.wrong.clear()
 
 
 def site(camera: Camera, address: str) -> None:
-    """Every page is checked as a phone shows it; the first one is kept."""
+    """Every page is checked; the first one is kept."""
     names = sorted(str(file.relative_to(SITE)) for file in SITE.rglob("*.html"))
-    for theme in THEMES:
-        with camera.page("phone", theme) as page:
+    for device, theme in itertools.product(DEVICES, THEMES):
+        with camera.page(device, theme) as page:
             for name in names:
                 page.goto(f"{address}/{name}")
-                camera.check(page, f"{name}, {theme}")
-        for device in DEVICES:
-            with camera.page(device, theme) as page:
-                page.goto(f"{address}/index.html")
-                camera.keep(page, f"index-{device}-{theme}")
+                camera.check(page, f"{name}, {device}, {theme}")
+            page.goto(f"{address}/index.html")
+            camera.keep(page, f"index-{device}-{theme}")
+    print(f"Checked {len(names)} pages on {len(DEVICES)} devices in {len(THEMES)} themes")
 
 
 def search(camera: Camera, address: str) -> None:
@@ -217,7 +248,7 @@ def keep_screen(camera: Camera, screen: Console, name: str, title: str) -> None:
     screen.save_svg(str(picture), title=title)
     with camera.page("desktop") as page:
         page.set_content(f'<body style="margin: 0">{picture.read_text()}</body>')
-        page.locator("svg").first.screenshot(path=picture.with_suffix(".png"))
+        page.locator("svg").first.screenshot(path=picture.with_suffix(".png"), omit_background=True)
         print(picture.relative_to(ROOT), picture.with_suffix(".png").relative_to(ROOT))
 
 
