@@ -220,6 +220,8 @@ def twins(svg: str) -> Iterator[tuple[str, str]]:
     """A plot for either theme, as a file of its own."""
     _, _, width, height = re.findall(r'viewBox="([^"]*)"', svg)[0].split()
     about = f'xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="{FONT}"'
+    for number, clip in enumerate(re.findall(r'<clipPath id="([^"]*)"', svg)):
+        svg = svg.replace(clip, f"clip{number}")  # matplotlib's name may be another one each time
     for theme, colours in THEMES.items():
         own = re.sub(r"var\(--(\w+)\)", lambda found, colours=colours: colours[found[1]], svg)
         yield theme, own.replace("<svg ", f'<svg {about} stroke-linejoin="round" ', 1)
