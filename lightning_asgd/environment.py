@@ -48,10 +48,7 @@ def server_address(server: str, name: str) -> tuple[str, int]:
 
 
 def run_hosts(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
-    """Addresses of a run's hosts and its name; port 0 and no name pass.
-
-    ``run`` is ``"10.0.0.1:29400/my-model"``; several hosts have commas between them. Raises a ``ConfigurationError``.
-    """
+    """Addresses and name of ``"10.0.0.1:29400,10.0.0.2:29400/my-model"``; port 0 and a missing name pass."""
     try:
         hosts, _, name = run.partition("/")
         return tuple(parted(each.strip()) for each in hosts.split(",")), name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import call_of, seconds, whole
+from lightning_asgd.validation import seconds, whole, written
 
 __all__ = ["Advanced", "Timeouts", "refuse"]
 
@@ -34,8 +34,7 @@ class Timeouts:
         for f in fields(self):
             seconds(f"Timeouts.{f.name}", getattr(self, f.name))
 
-    def __repr__(self) -> str:
-        return call_of("Timeouts", vars(self), {f.name: f.default for f in fields(self)})
+    __repr__ = written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +87,7 @@ class Advanced:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"Advanced.{name}={getattr(self, name)!r}. Expected True or False.")
 
-    def __repr__(self) -> str:
-        return call_of("Advanced", vars(self), {f.name: f.default for f in fields(Advanced)})
+    __repr__ = written
 
 
 def refuse(name: str, value: Any, known: Iterable[str]) -> NoReturn:

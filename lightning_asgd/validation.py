@@ -6,14 +6,21 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_asgd.errors import ConfigurationError
 
-__all__ = ["Configurable", "at_least", "between", "by_name", "call_of", "one_of", "seconds", "whole"]
+__all__ = ["Configurable", "at_least", "between", "by_name", "call_of", "one_of", "seconds", "whole", "written"]
 
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
 _FEW = ("num_servers", "min_workers", "server_machines", "machines", "num_nodes", "island", "programs")
+
+
+def written(it: Any) -> str:
+    """An object of a dataclass as a program has it, without the fields that have their usual values."""
+    given = {f.name: getattr(it, f.name) for f in fields(it)}
+    return call_of(type(it).__name__, given, {f.name: f.default for f in fields(it)})
 
 
 class Configurable:
@@ -21,6 +28,9 @@ class Configurable:
 
     A class that is a dataclass all the way up would be taken literally there, and not for its subclasses.
     """
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = vars(cls).get("__repr__", written)  # type: ignore[method-assign]  # instead of dataclass's
 
 
 def at_least(name: str, value: Any, least: float, *, above: bool = False, finite: bool = False) -> None:

@@ -200,14 +200,16 @@ def _marks(fit: Fit, happened: Sequence[Fault]) -> str:
 def _workers(fit: Fit, happened: Sequence[Fault]) -> str:
     where, workers = places(fit), totals(fit)
     total = max(1, sum(each.samples for each in workers.values()))
-    counts = [Counter(f.worker for f in happened if f.kind == kind) for kind in ("lost", "replaced", "joined")]
+    counts = {k: c for k in ("lost", "replaced", "joined") if (c := Counter(f.worker for f in happened if f.kind == k))}
     rows = []
     for worker, each in workers.items():
         cells = _cells([Window(each)], _WORK, total)
-        rows.append([f"{worker}", *where.get(worker, ("", "")), *cells, *(number[worker] or "" for number in counts)])
+        rows.append(
+            [f"{worker}", *where.get(worker, ("", "")), *cells, *(number[worker] or "" for number in counts.values())]
+        )
     cells = _cells([Window(each) for each in workers.values()], _WORK, total)
-    rows.append(["all", "", "", *cells, *(sum(number.values()) or "" for number in counts)])
-    table = _table(["worker", "machine", "device", *_WORK, "lost", "replaced", "joined"], rows, "workers all")
+    rows.append(["all", "", "", *cells, *(sum(number.values()) or "" for number in counts.values())])
+    table = _table(["worker", "machine", "device", *_WORK, *counts], rows, "workers all")
     note = "Waiting = for servers and at sync points; loading is not included (in the metric asgd/wait/share it is)."
     return f'{table}<p class="soft">{note}</p>'
 

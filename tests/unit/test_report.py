@@ -155,7 +155,7 @@ def test_the_page_says_what_was_trained_and_what_happened(page: Path) -> None:
         assert said in text, said
     assert "<pre>&lt;script&gt;alert(&#x27;$a_b&#x27;)&lt;/script&gt;\nline 2</pre>" in html
     (row,) = re.findall(r"<tr><td>1</td><td>north</td><td>cuda:1</td>(.*?)</tr>", html)
-    assert row.endswith("<td>1</td><td>1</td><td></td>")  # lost, replaced, joined
+    assert row.endswith("<td>1</td><td>1</td>")  # lost, replaced; nobody joined
     assert sorted(each.name for each in page.parent.glob("validation-*")) == [
         "validation-1.png",
         "validation-2.png",
