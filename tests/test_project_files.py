@@ -9,6 +9,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import lightning_asgd
 from tests.helpers.project import EXTRAS, ROOT, SETTINGS
 
 VERSION = SETTINGS["project"]["version"]
@@ -16,7 +17,7 @@ WORKFLOWS = {path.name: path.read_text() for path in (ROOT / ".github" / "workfl
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION == lightning_asgd.__version__
     latest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert latest is not None
     assert latest[1] in (VERSION, "Unreleased")

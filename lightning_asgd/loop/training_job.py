@@ -249,9 +249,7 @@ class TrainingJob:
         """Find the servers of the run, which are running already."""
         if not self.given:
             raise LaunchError("No address of the servers was given.")
-        self.transport, self.why, _ = job_address.choose_transport(
-            self.asked, one_machine=False, say=log.debug if self.asked == registry.AUTO else None
-        )
+        self.transport, self.why, _ = job_address.choose_transport(self.asked, one_machine=False, say=log.debug)
         self.finder = self.finder or RunFinder(self.given)
         self.address = self.finder.find(self.start_timeout_s)
         rendezvous, served, keys = Rendezvous.find_run(*self.address, self.start_timeout_s)

@@ -1,7 +1,7 @@
 """Training on a Ray cluster: Ray places and restarts the processes, and this package trains.
 
 :class:`ASGDTrainer` runs a training function on workers that Ray may start, restart, add and remove at any time.
-:class:`ASGDConfig` is for Ray Train's own ``TorchTrainer``. Both need ``pip install 'lightning-asgd[ray]'``.
+:class:`ASGDConfig` is for Ray Train's own ``TorchTrainer``. Both need ``pip install '.[ray]'``.
 """
 
 from __future__ import annotations

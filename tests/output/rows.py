@@ -57,7 +57,7 @@ WHEN: dict[str, dict[str, str]] = {
         "loop.fixed_fleet.FixedFleet._report_exit": "a worker's process ends",
         "loop.job_address.choose_transport": "training starts; once per process",
         "processes.exit_code.exit_with": "the script ends",
-        "processes.exit_code.failures": "the script ends before its workers",
+        "processes.exit_code.failures": "the script ends before its workers: it waits 30 s, then kills them",
         "processes.lent_servers.BorrowedServers._replace": "a machine with servers is lost",
         "processes.lent_servers.LentServers._lend": "servers are divided among machines",
         "processes.lent_servers.LentServers.keep": "servers are divided among machines",
