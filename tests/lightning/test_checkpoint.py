@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused_or_changes_nothing(tmp_path: P
         else:
             assert str(found) == str(expected), place
     assert len(refused) > 100
-    assert [text for text in refused if not re.search("damaged|corrupted", text)] == []  # ours, or torch's
+    assert [text for text in refused if not re.search("damaged|corrupted|archive", text)] == []  # ours, or torch's
     damaged.write_bytes(whole)
     assert str(fit.strategy.load_checkpoint(damaged)) == str(expected)
 
