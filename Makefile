@@ -58,10 +58,10 @@ test-all: check ## the same with the slow tests
 	$(call run-tests,-m "")
 
 oldest: $(OLDEST)/.installed ## the conformance tests with the oldest torch and Lightning; OLDEST_PYTHON=
-	@$(OLDEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py tests/lightning/test_fabric.py --timeout 240
+	@$(OLDEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py tests/lightning/test_fabric.py tests/lightning/test_arguments.py --timeout 240
 
 newest: $(NEWEST)/.installed ## the same with the newest Python, torch and Lightning; NEWEST_PYTHON=
-	@$(NEWEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py tests/lightning/test_fabric.py --timeout 240
+	@$(NEWEST)/bin/python -m pytest tests/conformance tests/lightning/test_fit.py tests/lightning/test_fabric.py tests/lightning/test_arguments.py --timeout 240
 
 check: $(VENV)/.installed-dev ## lint, formatting and types
 	@$(RUN) -m ruff check .
