@@ -159,8 +159,9 @@ def run(system: System, kinds: list[str], show: Callable[[str, str], None]) -> d
 
 def page(table: dict[str, dict[str, str]]) -> str:
     """The table for docs/compatibility.md."""
-    fails = {kind: [s for s in table if table[s].get(kind)] for kind in KINDS}
-    passing = textwrap.wrap("; ".join(kind for kind in KINDS if not fails[kind]) + ".", 120, break_on_hyphens=False)
+    ran = [kind for kind in KINDS if any(kind in each for each in table.values())]
+    fails = {kind: [s for s in table if table[s].get(kind)] for kind in ran}
+    passing = textwrap.wrap("; ".join(kind for kind in ran if not fails[kind]) + ".", 120, break_on_hyphens=False)
     rows = [f"| {kind} | {', '.join(where)} |" for kind, where in fails.items() if where]
     lines = [
         "## Buffers",

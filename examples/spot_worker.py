@@ -3,11 +3,10 @@
     lightning-asgd serve HOST:29400/digits                   # once, on a machine that stays; HOST is its address
     python examples/spot_worker.py --run HOST:29400/digits   # on every other machine
 
-
 Start the second command several times, and stop any of the workers with Ctrl-C or with `kill`. `kill` sends SIGTERM, as
 spot machines, Kubernetes and SLURM do; the worker then ends with exit code 0. The others take its data and continue. If
-all have left, the next worker continues where they stopped. `lightning-asgd status 127.0.0.1:29400` shows who takes
-part.
+all have left, the next worker continues where they stopped. `lightning-asgd status HOST:29400` shows
+who takes part.
 
     python examples/spot_worker.py --fast                 # 2 epochs
 

@@ -28,7 +28,7 @@ def parted(place: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"{place!r} has an IPv6 address without brackets")
-    if not (host and colon and port.isdecimal() and int(port) <= 65535):
+    if not (host.split() == [host] and colon and port.isdecimal() and int(port) <= 65535):
         raise ValueError(f"{place!r} is not a host and a port")
     return host, int(port)
 
@@ -41,19 +41,22 @@ def server_address(server: str, name: str) -> tuple[str, int]:
         port = 0
     if not port:
         raise ConfigurationError(
-            f'{name}={server!r}. Expected "host:port", as `lightning-asgd serve` prints it, or "[address]:port" for an '
-            "IPv6 address."
+            f'{name}={server!r}. Expected "host:port" of one host, as `lightning-asgd serve` prints it, or '
+            '"[address]:port" for an IPv6 address.'
         )
     return host, port
 
 
 def run_hosts(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
     """Addresses and name of ``"10.0.0.1:29400,10.0.0.2:29400/my-model"``; port 0 and a missing name pass."""
+    hosts, _, name = run.strip().partition("/") if isinstance(run, str) else ("", "", "")
     try:
-        hosts, _, name = run.partition("/")
-        return tuple(parted(each.strip()) for each in hosts.split(",")), name
-    except (AttributeError, ValueError) as error:
+        found = tuple(parted(each.strip()) for each in hosts.split(","))
+    except ValueError as error:
         raise _no_run(given, run) from error
+    if any(not c.isalnum() and c not in "._:@+=/-" for c in name):  # in Python and a shell it stays what it is
+        raise _no_run(given, run)
+    return found, name
 
 
 def run_place(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
@@ -66,6 +69,7 @@ def run_place(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...]
 
 def _no_run(given: str, run: str) -> ConfigurationError:
     return ConfigurationError(
-        f'{given}={run!r}. Expected "host:port/name", such as "10.0.0.1:29400/my-model", as `lightning-asgd serve` '
-        'prints it. Put brackets around an IPv6 address: "[fd00::1]:29400/my-model".'
+        f'{given}={run!r}. Expected "host:port/name", such as "10.0.0.1:29400/my-model" or "[fd00::1]:29400/my-model" '
+        '(several hosts: "host1:port,host2:port/name"), with a port up to 65535 and a name of '
+        'letters, digits and "._:@+=/-".'
     )

@@ -177,7 +177,7 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
             "which sets both up together."
         )
 
-    def setup_module_and_optimizers(self, module: Module, optimizers: list[Any], *scheduler: Any) -> Any:
+    def setup_module_and_optimizers(self, module: Module, optimizers: list[Any], scheduler: Any = ()) -> Any:
         """Take the weights and the progress of the other workers, or bring the first ones."""
         if self._trained is not None:
             raise ConfigurationError(
@@ -185,14 +185,14 @@ class FabricASGDStrategy(LoopControls, StrategyExtension, Extension):  # type: i
                 "into a torch.nn.ModuleDict, and call fabric.setup(modules, optimizer_1, optimizer_2)."
             )
         member = self._join() if self._member is None else self._member
-        schedulers = [each for each in scheduler if each is not None]  # Fabric 2.5 hands none over
+        schedulers = [scheduler] if scheduler else []
         try:
             session = member.begin(module, optimizers, schedulers, None, self.tree.say, self._seed)
         except BaseException as error:
             self._leave(error)
             raise
         self._trained, self.stats = module, session.synchronizer.stats
-        return module, optimizers, *scheduler
+        return (module, optimizers, scheduler)[: 2 if scheduler == () else 3]  # Fabric 2.5 hands over none
 
     def teardown(self) -> None:
         """Leave with the final weights."""

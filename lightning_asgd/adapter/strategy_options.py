@@ -45,8 +45,7 @@ class StrategyOptions(JobOptions):
         if isinstance(self.island, int):
             whole("island", self.island)
         if self.run is None:
-            self._check_one_machine(f"island={self.island!r}", "the servers of islands run on the first machine.")
-            self._check_run(f"island={self.island!r}")
+            self._check_run(f"island={self.island!r}", "the servers of islands run on the first machine.")
             if self.start_method != "popen":
                 raise ConfigurationError(
                     f"start_method={self.start_method!r} was given with island={self.island!r}. Expected 'popen': the "
@@ -78,8 +77,8 @@ class StrategyOptions(JobOptions):
                 "no samples of the weights."
             )
 
-    def _check_run(self, given: str) -> None:
-        super()._check_run(given)
+    def _check_run(self, given: str, where: str) -> None:
+        super()._check_run(given, where)
         if self.data == "split":
             raise ConfigurationError(
                 f"data='split' was given with {given}. Expected data='leases': the number of workers of an elastic run "

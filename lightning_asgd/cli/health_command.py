@@ -10,11 +10,10 @@ __all__ = ["health"]
 def health(run: str, *, timeout_s: float = 3.0) -> int:
     """Check that the servers of an elastic run answer.
 
-    Prints one line. The exit code is 0 if all servers have answered `serve` just now, else 1. For readiness and
-    liveness probes: it takes a fraction of a second.
+    Prints one line within a fraction of a second, for probes. The exit code is 0 if all servers answer, else 1.
 
     Args:
-        run: "host:port" or "host:port/name", as `lightning-asgd serve` prints it.
+        run: "host:port" or "host:port/name" of one host, as `lightning-asgd serve` prints it.
         timeout_s: seconds to wait for a reply.
     """
     from lightning_asgd.environment import server_address
@@ -23,5 +22,7 @@ def health(run: str, *, timeout_s: float = 3.0) -> int:
 
     at_least("timeout_s", timeout_s, 0, above=True, finite=True)
     good, text = ask_health(*server_address(run, "run"), timeout_s)
+    if good and (name := run.partition("/")[2]) and not text.startswith(f"Run {name!r} at "):
+        good, text = False, f"{text} Expected run {name!r}, as given."
     (sys.stdout if good else sys.stderr).write(f"{text}\n")
     return 0 if good else 1

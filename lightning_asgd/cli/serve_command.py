@@ -64,14 +64,13 @@ def serve(
             and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
         lease_s: if other hosts have joined with --join: seconds for which this host keeps serving without hearing from
             them or from workers, 0.5 to 4. Joining hosts use the same value. A host whose machine is lost is replaced
-            after about two and a half times as long. If it is shorter than the pauses of a busy machine, healthy hosts
-            are replaced as well.
+            after about 2.5 times as long. If it is shorter than a busy machine's pauses, healthy hosts are, too.
     """
     from lightning_asgd.environment import server_address
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
     from lightning_asgd.processes.lent_servers import ServerBorrower, servers_of_machine
 
-    host, port, run_id = _checked(run, num_servers, snapshot_every_s, lease_s)
+    host, port, run_id = _checked(run, join, num_servers, snapshot_every_s, lease_s)
     _check_machines(machines, num_servers, join, snapshots)
     where, stopped = None if join is None else server_address(join, "join"), _signals()
     name, line, rendezvous, interface = _open(transport, host, port)
@@ -185,7 +184,9 @@ def _settings(
     return ServerSettings(interface, entry.transport, snapshot_or_end=on_failure == "stop", **about)
 
 
-def _checked(run: str, num_servers: int, snapshot_every_s: float, lease_s: float) -> tuple[str, int, str]:
+def _checked(
+    run: str, join: str | None, num_servers: int, snapshot_every_s: float, lease_s: float
+) -> tuple[str, int, str]:
     """Host, port and name of the run. Raises a ``ConfigurationError`` for a value that is out of range."""
     from lightning_asgd.environment import run_hosts
     from lightning_asgd.errors import ConfigurationError
@@ -196,10 +197,11 @@ def _checked(run: str, num_servers: int, snapshot_every_s: float, lease_s: float
     whole("num_servers", num_servers)
     between("lease_s", lease_s, SHORTEST_S, LONGEST_S)
     hosts, name = run_hosts(run)
-    if not name or len(hosts) > 1 or hosts[0][0] in ("0.0.0.0", "::"):
+    other = (join or "").partition("/")[2] not in ("", name)
+    if not name or other or len(hosts) > 1 or hosts[0][0] in ("0.0.0.0", "::"):
         raise ConfigurationError(
             f"run={run!r}. Expected the address at which workers reach this machine, a port and a name, such as "
-            "10.0.0.1:29400/my-model."
+            "10.0.0.1:29400/my-model; with --join that run's name."
         )
     return *hosts[0], name
 

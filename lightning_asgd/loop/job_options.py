@@ -62,9 +62,8 @@ class JobOptions:
             )
         if self.run is not None:
             run_place(self.run)
-            where = "`lightning-asgd serve --machines` divides the servers of an elastic run."
-            self._check_one_machine(f"run={self.run!r}", where)
-            self._check_run(f"run={self.run!r}")
+            given = f"{RUN_ENV if os.environ.get(RUN_ENV) == self.run else 'run'}={self.run!r}"
+            self._check_run(given, "`lightning-asgd serve --machines` divides the servers of an elastic run.")
 
     def _take_from_environment(self) -> None:
         if (run := os.environ.get(RUN_ENV)) is None:
@@ -75,14 +74,12 @@ class JobOptions:
             object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
             check_name(self.transport, f"The environment has {TRANSPORT_ENV}")
 
-    def _check_one_machine(self, given: str, why: str) -> None:
+    def _check_run(self, given: str, where: str) -> None:
+        """Check what was given together with what makes this process a worker of an elastic run."""
         if self.config.server_machines > 1:
             raise ConfigurationError(
-                f"Advanced.server_machines={self.config.server_machines} was given with {given}. Expected none: {why}"
+                f"Advanced.server_machines={self.config.server_machines} was given with {given}. Expected none: {where}"
             )
-
-    def _check_run(self, given: str) -> None:
-        """Check what was given together with what makes this process a worker of an elastic run."""
         algorithm = self.config.algorithm
         awaits = any(t.waits and not t.gathers for t in algorithm.transforms)
         if awaits or algorithm.payload in (Payload.LAYERS, Payload.NONE):

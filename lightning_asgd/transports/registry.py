@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from lightning_asgd.environment import SECRET_ENV, TRANSPORT_ENV
+from lightning_asgd.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
 from lightning_asgd.errors import ConfigurationError
 from lightning_asgd.transports import job_secret, tensorpipe
 from lightning_asgd.transports.addresses import LOOPBACK, address_of, interface_of
@@ -152,7 +152,8 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
     """
     job_secret.check()
     if asked != AUTO:
-        name, why = asked, f"{TRANSPORT_ENV} is set" if os.environ.get(TRANSPORT_ENV) == asked else "as given"
+        found = RUN_ENV in os.environ and os.environ.get(TRANSPORT_ENV) == asked  # an engine has set both
+        name, why = asked, f"{TRANSPORT_ENV} is set" if found else "as given"
     else:
         lacks = _lacking(one_machine=one_machine)
         has = "one machine" if one_machine else f"{SECRET_ENV} is set"

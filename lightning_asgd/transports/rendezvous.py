@@ -142,7 +142,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
     def find_run(cls, host: str, port: int, timeout_s: float) -> tuple[Rendezvous, dict[str, str], list[str]]:
         """Find an elastic run: the connection, the run's ``run_id`` and ``transport``, the keys of its servers."""
         place = joined(host, port)
-        found = f", which {RUN_ENV} names" if place in os.environ.get(RUN_ENV, "") else ""
+        found = f", which {RUN_ENV} names" if place in os.environ.get(RUN_ENV, "").replace("/", ",").split(",") else ""
         hint = f"it was started with `lightning-asgd serve` for {place}{found}"
         rendezvous = cls.connect(host, port, timeout_s, hint, elsewhere=True)
         try:

@@ -435,6 +435,9 @@ def check_health(address: str, server: psutil.Process, capsys: pytest.CaptureFix
         return main(["health", address]) == 0
 
     wait_until(answers, 30, "an answer of the server")
+    assert main(["health", address.replace("/counts", "/other")]) == 1
+    assert "Expected run 'other', as given." in capsys.readouterr().err
+    assert answers()
     said = f"Run 'counts' at {address.partition('/')[0]}: 1 server answers, 0 workers, "
     assert capsys.readouterr().out.startswith(said)
     server.suspend()

@@ -29,8 +29,8 @@ def tables() -> str:
     parts = []
     levels: dict[tuple[str, str, str], set[str]] = {}
     for who, call, when in rows():
-        for text in call.texts:
-            levels.setdefault((who, when, _shown(text)), set()).add(call.level)
+        for line in [line for text in call.texts for line in text.splitlines() if letters(line) >= FEW]:
+            levels.setdefault((who, when, _shown(line.strip())), set()).add(call.level)
     for who in WHEN:
         parts += [f"## {who}\n", "| line | level | when |", "|---|---|---|"]
         found = sorted(
@@ -41,9 +41,8 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def _shown(text: str) -> str:
-    """The begin of a text, as code: sentences of its first line until it can be recognised."""
-    line = next(each for each in text.splitlines() if letters(each) >= FEW).strip()
+def _shown(line: str) -> str:
+    """The begin of a line, as code: its sentences until it can be recognised."""
     shown = ""
     for sentence in re.split(r"(?<=\.) (?=[A-Z])", line):
         if letters(shown) < _SHORT:

@@ -45,7 +45,17 @@ def test_other_texts_are_refused(text: str) -> None:
         parted(text)
     with pytest.raises(ConfigurationError, match=r'"host:port".*"\[address\]:port" for an IPv6 address'):
         server_address(text, "job")
-    for run in (text, f"{text}/run", f"host:1,{text}/run", "host:1/", "host:0/run"):
+    for run in (
+        text,
+        f"{text}/run",
+        f"host:1,{text}/run",
+        "host:1/",
+        "host:0/run",
+        "h:1/a,h:2/a",
+        "h:1/a'",
+        "h :1/a",
+        b"h:1/a",
+    ):
         with pytest.raises(ConfigurationError, match=r'run=.*"host:port/name".*"\[fd00::1\]:29400/my-model"'):
             run_place(run)
 

@@ -13,7 +13,7 @@ import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
 
 from lightning_asgd.adapter.launchers import surroundings_of
-from lightning_asgd.environment import SECRET_ENV, TRANSPORT_ENV
+from lightning_asgd.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
 from lightning_asgd.errors import ConfigurationError, LaunchError
 from lightning_asgd.loop import job_address, training_job
 from lightning_asgd.loop.job_address import Surroundings
@@ -132,6 +132,8 @@ def test_what_was_asked_for_is_taken(asked: str, one_machine: bool) -> None:
 
 def test_what_the_environment_names_is_not_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRANSPORT_ENV, "rpc")
+    assert registry.choose("rpc", one_machine=False)[1] == "as given"  # without a run the variable has no effect
+    monkeypatch.setenv(RUN_ENV, "127.0.0.1:1/run")
     assert registry.choose("rpc", one_machine=False)[1] == "LIGHTNING_ASGD_TRANSPORT is set"
     assert registry.choose("zmq", one_machine=False)[1] == "as given"
 

@@ -79,8 +79,10 @@ NUMBERS = "plan --link-gbit-s 1 --parameters 1e6 --step-s 1 --batch-size 3 --sim
         ("plan --link-gbit-s 1 --module m:Net --batch-sizes 8,0", "--batch-sizes 0. Expected a whole number"),
         ("serve 0.0.0.0:0/a", "run '0.0.0.0:0/a'. Expected the address at which workers reach this machine"),
         ("serve 127.0.0.1:0/a --snapshots FILE", "--snapshots 'FILE' cannot be written to: "),
-        ("serve 127.0.0.1:0/a --join here", "--join 'here'. Expected \"host:port\""),
+        ("serve 127.0.0.1:0/a --join here", "--join 'here'. Expected \"host:port\" of one host"),
         ("serve 127.0.0.1:TAKEN/a", "Give another port, or an address of this machine."),
+        ("serve 127.0.0.1:0/a --join h:1/b", "Expected the address at which workers reach this machine"),
+        ("serve 127.0.0.1:0/a'b'c,d", 'Expected "host:port/name"'),
         ("serve 192.0.2.77:0/a", "Give another port, or an address of this machine."),
         (
             "serve 127.0.0.1:0",
