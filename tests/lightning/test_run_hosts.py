@@ -83,9 +83,9 @@ def test_a_host_that_joins_another_run_is_refused(
         address = address_of_run(tmp_path)
         monkeypatch.setenv(SECRET_ENV, SECRET)
         monkeypatch.setattr("lightning_asgd.cli.serve_command._signals", list)  # they are pytest's
-        assert main(["serve", "127.0.0.1:0/other", "--transport=rpc", f"--join={address}"]) == 1
-        told = capsys.readouterr().err
         place = address.partition("/")[0]
+        assert main(["serve", "127.0.0.1:0/other", "--transport=rpc", f"--join={place}"]) == 1
+        told = capsys.readouterr().err
         assert f"{place} hosts run 'counts' with --transport 'rpc', --num-servers 1 and --lease-s 2.5." in told
         assert "Expected the same here, where run 'other'," in told
     finally:
