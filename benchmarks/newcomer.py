@@ -345,7 +345,7 @@ class Walk:
         if missing:
             raise WrongError(f"The run has no {missing}:\n{shown}")
         report = block(MONITORING, "bash", "lightning-asgd report").splitlines()[-1]
-        page = machine.folder / machine.run(report).splitlines()[-1]
+        page = Path(machine.run(report).rpartition("Report: ")[2].strip())
         if "worker 1" not in page.read_text():
             raise WrongError(f"{page} does not show worker 1.")
         return f"{len(names)} figures and a report, without a network"
