@@ -60,7 +60,7 @@ def run_hosts(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...]
 
 
 def run_place(run: str, given: str = "run") -> tuple[tuple[tuple[str, int], ...], str]:
-    """The same of a run that exists: with a name and ports."""
+    """Addresses and name as :func:`run_hosts` finds them, of a run that serves: it has a name and real ports."""
     hosts, name = run_hosts(run, given)
     if not name or not all(port for _, port in hosts):
         raise _no_run(given, run)

@@ -77,8 +77,8 @@ class StrategyOptions(JobOptions):
                 "no samples of the weights."
             )
 
-    def _check_run(self, given: str, where: str) -> None:
-        super()._check_run(given, where)
+    def _check_run(self, given: str, why: str) -> None:
+        super()._check_run(given, why)
         if self.data == "split":
             raise ConfigurationError(
                 f"data='split' was given with {given}. Expected data='leases': the number of workers of an elastic run "

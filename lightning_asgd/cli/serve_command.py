@@ -64,7 +64,7 @@ def serve(
             and the run begins once they have. A lost machine's servers are started here, from the workers' copies.
         lease_s: if other hosts have joined with --join: seconds for which this host keeps serving without hearing from
             them or from workers, 0.5 to 4. Joining hosts use the same value. A host whose machine is lost is replaced
-            after about 2.5 times as long. If it is shorter than a busy machine's pauses, healthy hosts are, too.
+            after about 2.5 times as long. A value below the pauses of a busy machine replaces healthy hosts, too.
     """
     from lightning_asgd.environment import server_address
     from lightning_asgd.processes import supervisor  # here, since it imports torch, which help does not need
@@ -299,10 +299,8 @@ def _explain(
     if join is None:
         known, has = entry.address, f"Run {entry.run!r} has {number} at {entry.address}."
     else:
-        known, has = (
-            f"{join.partition('/')[0]},{entry.address}",
-            f"{entry.address} stands by for run {entry.run!r}, with {number}.",
-        )
+        known = f"{join.partition('/')[0]},{entry.address}"
+        has = f"{entry.address} stands by for run {entry.run!r}, with {number}."
     sys.stdout.write(f'{has} Workers attach with\n  Trainer(strategy=ASGDStrategy(run="{known}/{entry.run}"), ...)\n')
     if version is not None and join is None:
         sys.stdout.write(f"It continues from its snapshots in {snapshots}, version {version}.\n")

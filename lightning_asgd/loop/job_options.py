@@ -74,11 +74,11 @@ class JobOptions:
             object.__setattr__(self, "transport", os.environ.get(TRANSPORT_ENV, AUTO))
             check_name(self.transport, f"The environment has {TRANSPORT_ENV}")
 
-    def _check_run(self, given: str, where: str) -> None:
+    def _check_run(self, given: str, why: str) -> None:
         """Check what was given together with what makes this process a worker of an elastic run."""
         if self.config.server_machines > 1:
             raise ConfigurationError(
-                f"Advanced.server_machines={self.config.server_machines} was given with {given}. Expected none: {where}"
+                f"Advanced.server_machines={self.config.server_machines} was given with {given}. Expected none: {why}"
             )
         algorithm = self.config.algorithm
         awaits = any(t.waits and not t.gathers for t in algorithm.transforms)
