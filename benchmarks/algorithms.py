@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from digits import DigitsCNN, datasets
 
-import lightning_asgd.optim
+import lightning_asgd.sampling.optim
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import (
     ASGD,
@@ -167,7 +167,7 @@ class Entry:
     algorithm: Algorithm
     nsync: int = 10
     nesterov: bool = False
-    sampler: str = ""  # of lightning_asgd.optim, in place of SGD
+    sampler: str = ""  # of lightning_asgd.sampling.optim, in place of SGD
     group: str = "whole"  # what it is compared with: the same group's first entry
 
 
@@ -286,7 +286,7 @@ def fit(task: Task, entry: Entry, seed: int, folder: Path) -> None:
         def configure_optimizers(self) -> Any:
             if entry.sampler:  # a step of task.lr / 10 on the mean loss, and the noise that belongs to it
                 num_data = len(task.data["train"][0])
-                sampler = getattr(lightning_asgd.optim, entry.sampler)
+                sampler = getattr(lightning_asgd.sampling.optim, entry.sampler)
                 return sampler(self.parameters(), lr=task.lr / 10 / num_data, num_data=num_data)
             return torch.optim.SGD(self.parameters(), lr=task.lr, momentum=0.9, nesterov=entry.nesterov)
 

@@ -40,9 +40,10 @@ from rich.console import Console
 from rich.table import Table
 from stopping import WAYS, Job, Way, trainer
 
-from lightning_asgd.protocol import Heartbeat
-from lightning_asgd.transports import registry, tensorpipe
-from lightning_asgd.transports.zmq_transport import ZmqTransport
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.protocol import Heartbeat
+from lightning_asgd.transports.rpc import tensorpipe
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 
 NOBODY = 65534
 TRY_S, PROBE_S = 3.0, 10.0

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.buffers_kinds import KINDS, WIDTH
-from lightning_asgd.worker.module_state import digest_of, persistent_buffers
+from lightning_asgd.core.worker.module_state import digest_of, persistent_buffers
 from tests.conformance.lab import Lab
 from tests.conformance.pair import ASGD, DDP, ISLAND, Outcome, Pair
 from tests.helpers.ports import free_port

@@ -170,7 +170,7 @@ class Job:
         found = []
         for process in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
-                if "lightning_asgd.server.server_process" in process.cmdline():
+                if "lightning_asgd.core.server.process" in process.cmdline():
                     found.append(process)
         return found
 

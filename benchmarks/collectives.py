@@ -25,15 +25,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_asgd.protocol import Contribution, Failure, Join, SyncReport, WorkerMetrics
-from lightning_asgd.protocol.field_types import checked
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import zmq_sockets
-from lightning_asgd.transports.addresses import LOOPBACK
-from lightning_asgd.transports.reliable_calls import EncodedOnce
-from lightning_asgd.transports.zmq_server import ZmqServer
-from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.session_client import pickled
+from lightning_asgd.core.calls.reliable_calls import EncodedOnce
+from lightning_asgd.core.job.addresses import LOOPBACK
+from lightning_asgd.core.protocol import Contribution, Failure, Join, SyncReport, WorkerMetrics
+from lightning_asgd.core.protocol.field_types import checked
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.session_client import pickled
+from lightning_asgd.transports.zmq import sockets as zmq_sockets
+from lightning_asgd.transports.zmq.server import ZmqServer
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 SECRET = "a secret of this benchmark"

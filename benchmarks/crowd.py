@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 WORKERS, KILLS, MINUTES = 64, 100, 30.0
 SAMPLES, BATCH, NSYNC, STEP_S = 250, 2, 5, 0.5  # samples per worker

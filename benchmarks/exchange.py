@@ -43,19 +43,19 @@ import torch.distributed.rpc as rpc
 from rich.console import Console
 from rich.table import Table
 
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import build_layout
-from lightning_asgd.processes import supervisor
-from lightning_asgd.protocol import Exchange
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports import registry, shared_memory
-from lightning_asgd.transports.addresses import LOOPBACK
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.job import registry, supervisor
+from lightning_asgd.core.job.addresses import LOOPBACK
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import Exchange
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
 
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 COPIES, FRESH = "two copies", "two copies into fresh memory"

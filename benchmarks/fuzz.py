@@ -32,13 +32,13 @@ import zmq
 from strangers import row
 from strangers_server import SESSION, Pusher, dealer, greeting, memory_mb, server_process
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.protocol import Failure, Join, StatusRequest
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.transport import answer_within
-from lightning_asgd.transports.zmq_transport import ZmqTransport
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import answer_within
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import Failure, Join, StatusRequest
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.component.test_fuzzed import VALUES, changed, every_message
 
 GROWTH_MB = 30.0

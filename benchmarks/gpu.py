@@ -27,7 +27,7 @@ from ranks import clean_environment
 from throughput import trainer_options
 
 from lightning_asgd import Advanced
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 ROOT = Path(__file__).resolve().parents[1]
 # At most, of one program of a part; there are four of "throughput" and two of "sharded".

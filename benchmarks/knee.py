@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 from throughput import CONSOLE, DISTURBED, Patience, Scenario, System, build_module, run
 
-from lightning_asgd import sizing
+from lightning_asgd.plan import sizing
 
 TOLERANCE = 0.2  # of the formula, and of what "auto" chooses
 FACTORS = (0.15, 0.3, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # periods of the sweep, of the formula's

@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 WORKERS, LEFT, SERVERS = 8, 3, 2
 SILENCE_S, NSYNC, BATCH, STEP_S = 2.0, 5, 2, 0.03

@@ -40,7 +40,7 @@ EVERY_S = 0.02  # reading RSS costs nothing
 PSS_EVERY_S = 0.3  # reading PSS costs a walk over all pages
 RUN_S = 300.0
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-_SERVER = "lightning_asgd.server.server_process"
+_SERVER = "lightning_asgd.core.server.process"
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from network import Network, available, behind_nat, run_in, two_machines
 from strangers_jobs import Job, Place
 from tunnel import Tunnel
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.transports.addresses import joined
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.job.addresses import joined
 
 PORT, END = 29400, 29401  # of the job; of a tunnel's end
 NAME = "first.asgd.test"

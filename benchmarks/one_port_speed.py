@@ -26,14 +26,13 @@ from exchange import Worker
 from network import Network, two_machines
 from torch.futures import Future
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.processes import supervisor
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.transports.zmq_server import ZmqServer
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.job import registry, supervisor
+from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.transports.zmq.server import ZmqServer
 
 START_S, NETWORK_S = 60.0, 200.0
 NAME = "server000000"

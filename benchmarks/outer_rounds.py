@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from lightning_asgd.algorithms import Algorithm, DecoupledDiLoCo, DiLoCo, RadialDirectional
 from lightning_asgd.report.picture_style import PAPER, pyplot
 from lightning_asgd.simulation import Crash, LateWorker, LeasedData, LogNormal, ModuleProblem, Quadratic, Simulation
-from lightning_asgd.simulation.simulation_report import Report
+from lightning_asgd.simulation.report import Report
 
 PICTURE = Path(__file__).resolve().parent.parent / "results" / "outer_rounds.png"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)

@@ -27,9 +27,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_asgd.layer_profile import profile_step, recompute
-from lightning_asgd.mini_batch import RECOMPUTED, choose_ways
-from lightning_asgd.timing import TrainingStep, seconds_per_step
+from lightning_asgd.plan.layer_profile import profile_step, recompute
+from lightning_asgd.plan.mini_batch import RECOMPUTED, choose_ways
+from lightning_asgd.plan.timing import TrainingStep, seconds_per_step
 
 GOAL = 0.15
 SHARES = (1.0, 0.8, 0.6, 0.4)

@@ -34,8 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import TensorDataset
 
-from lightning_asgd import AsyncSGD, sizing
-from lightning_asgd.server_costs import Calibration, ServerCosts
+from lightning_asgd import AsyncSGD
+from lightning_asgd.plan import sizing
+from lightning_asgd.plan.server_costs import Calibration, ServerCosts
 from lightning_asgd.simulation import LeasedData, Network, Quadratic, Simulation, Trace
 from lightning_asgd.simulation.measured_costs import measure, server_process
 

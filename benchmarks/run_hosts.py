@@ -45,8 +45,8 @@ from rich.markup import escape
 from storm import SAMPLES, quiet, verdict, work
 
 from lightning_asgd.cli.command_line import main as command
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.processes.host_entry import HostEntry, ask_host
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.hosting.host_entry import HostEntry, ask_host
 
 HOSTS, MACHINES, SERVERS, PORT = 3, 5, 2, 29400  # MACHINES of workers
 CALM_S = 3.0  # between two losses, on average
@@ -199,7 +199,7 @@ def serves(process: psutil.Process) -> bool:
     """Whether a process is alive and holds a server of the run, rather than being kept ready for one."""
     with contextlib.suppress(psutil.Error):
         arguments = process.cmdline()
-        return "lightning_asgd.server.server_process" in arguments and f'"server": {SERVERS}' not in arguments[-1]
+        return "lightning_asgd.core.server.process" in arguments and f'"server": {SERVERS}' not in arguments[-1]
     return False
 
 

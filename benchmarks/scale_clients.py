@@ -19,16 +19,16 @@ import torch
 from scale_job import BATCH, KINDS, NSYNC, STEP_S
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import DisconnectWatch, Epoch, Exchange, Policy, SyncReport
-from lightning_asgd.server.server_process import allow_many_connections
-from lightning_asgd.transports import registry
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.protocol import DisconnectWatch, Epoch, Exchange, Policy, SyncReport
+from lightning_asgd.core.server.process import allow_many_connections
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
 
 __all__ = ["Place", "live"]
 

@@ -16,8 +16,8 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import (
     Attach,
     Contribution,
     DisconnectWatch,
@@ -35,7 +35,7 @@ from lightning_asgd.protocol import (
     RunMetadata,
     SyncReport,
 )
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.server.service import Service
 
 STEP_S, SLOWEST, BATCH, NSYNC = 2.0, 4.0, 32, 10
 STEPS, INTERVALS = 8, 2  # steps of a worker in a sync interval, and intervals of an epoch

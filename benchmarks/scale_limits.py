@@ -12,9 +12,9 @@ from rich.table import Table
 from scale_job import BATCH
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import Exchange, InitShard, Join, Policy, Reply
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import Exchange, InitShard, Join, Policy, Reply
+from lightning_asgd.core.server.service import Service
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 25_000_000)  # scalars of a shard
 MOVED, SENT = 16, 8  # bytes per scalar: update and weights are read, weights and answer written; two are sent

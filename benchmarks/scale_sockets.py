@@ -45,10 +45,9 @@ from scale_job import SCALARS
 from scale_limits import measure_limits, show_limits
 from scale_picture import GOAL, Curves, draw_sockets
 
-from lightning_asgd.processes import supervisor
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of
+from lightning_asgd.core.job import registry, supervisor
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
+from lightning_asgd.core.server.process import ServerSettings
 
 ZMQ, RPC = (16, 64, 256, 1024), (16, 32, 64)
 PROCESSES = 16  # with ZeroMQ

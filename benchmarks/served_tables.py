@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, ServedEmbedding
-from lightning_asgd.tables.row_store import first_values
+from lightning_asgd.tables.served.row_store import first_values
 
 FILE = Path(__file__).resolve().parent.parent / "results" / "served.json"
 SEEN, BATCH = 200_000, 256  # samples of an epoch with faults, and of one of its batches

@@ -30,7 +30,7 @@ from benchmarks.libraries.overlay import overlay
 from benchmarks.libraries.runner import RANKS
 from benchmarks.programs import ROOT, markdown, show
 from benchmarks.several_program import SAMPLES
-from lightning_asgd import errors
+from lightning_asgd.core.foundation import errors
 
 PAGE = ROOT / "benchmarks" / "libraries" / "several.md"
 PROGRAM = ROOT / "benchmarks" / "several_program.py"

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from throughput import build_loader, build_module, trainer_options
 
-from lightning_asgd.processes.reaper import started
+from lightning_asgd.core.job.reaper import started
 
 SETTLE = 10  # first fits, in which caches fill
 GROWTH_MB = 6.0  # between the first and the last third of the fits; keeping every fit's weights would make 25
@@ -71,7 +71,7 @@ def figures() -> dict[str, Any]:
     """What this process and its servers hold now."""
     me = psutil.Process()
     children = me.children(recursive=True)
-    servers = [p for p in children if "lightning_asgd.server.server_process" in p.cmdline()]
+    servers = [p for p in children if "lightning_asgd.core.server.process" in p.cmdline()]
     connections = [c for p in (me, *servers) for c in p.net_connections("inet")]
     return {
         "processes": len(children),

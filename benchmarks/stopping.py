@@ -76,7 +76,7 @@ class Job:
     def server(self) -> psutil.Process:
         for process in sorted(processes(self.mark), key=lambda each: each.create_time()):
             with contextlib.suppress(psutil.Error):
-                if "lightning_asgd.server.server_process" in process.cmdline() or "ServerActor" in process.name():
+                if "lightning_asgd.core.server.process" in process.cmdline() or "ServerActor" in process.name():
                     return process
         raise AssertionError("no server runs")
 

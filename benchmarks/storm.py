@@ -58,7 +58,7 @@ from digits import DigitsCNN, loaders
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 SERVERS = 2
 SILENCE_S = 2.0
@@ -309,7 +309,7 @@ class Run:
         while not found:
             for process in psutil.Process(self.server.pid).children():
                 with contextlib.suppress(psutil.Error):
-                    if "lightning_asgd.server.server_process" in process.cmdline():
+                    if "lightning_asgd.core.server.process" in process.cmdline():
                         found.append(process)
         return sorted(found, key=psutil.Process.create_time)[:SERVERS]
 

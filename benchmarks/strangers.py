@@ -51,7 +51,7 @@ from rich.markup import escape
 from strangers_jobs import SAMPLES, SILENCE_S, Job, Load, Place
 from strangers_server import attack_a_server, fuzz, workers_that_come_and_go, write_keys
 
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 WITHIN_S = 10.0  # until the servers use what they used before
 MORE_CPU, MORE_MB = 0.15, 20.0  # of a second per second, and of memory: what varies without any stranger

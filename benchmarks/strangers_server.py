@@ -35,10 +35,13 @@ from memory import kilobytes
 from rich.console import Console
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role, build_layout
-from lightning_asgd.protocol import (
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role, build_layout
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of, local_address_towards
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import (
     BOOTSTRAPPED,
     Attach,
     Contribution,
@@ -56,15 +59,12 @@ from lightning_asgd.protocol import (
     RunMetadata,
     codec,
 )
-from lightning_asgd.server.server_process import ServerArguments, ServerSettings
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of, local_address_towards
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.zmq_sockets import keys_of
-from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.server.process import ServerArguments, ServerSettings
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.transports.zmq.sockets import keys_of
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 
 GROUPS = ((Role.PARAMETER, "float32", 1000),)
 GROWTH_MB = 5.0
@@ -187,7 +187,7 @@ def server_process(run: str = "") -> Iterator[tuple[psutil.Process, str]]:
     settings = ServerSettings(transport="zmq", run=run)
     arguments = ServerArguments(settings, "server0", "key", *rendezvous.address, os.getpid())
     with tempfile.TemporaryFile() as output:
-        command = [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()]
+        command = [sys.executable, "-m", "lightning_asgd.core.server.process", arguments.to_json()]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             yield psutil.Process(process.pid), str(rendezvous.get("key", "The server", 60.0)["address"])

@@ -35,21 +35,21 @@ from ranks import clean_environment, told_of_errors
 from rich.console import Console
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import SECRET_ENV, ExchangeConfig
-from lightning_asgd.layout import build_layout
-from lightning_asgd.processes.run_finder import RunFinder
-from lightning_asgd.protocol import Policy
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.session_client import HeartbeatThread, SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import OwnData, Training, run
+from lightning_asgd.core.algorithms.config import SECRET_ENV, ExchangeConfig
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import Policy
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.replica_kinds import replica_for
+from lightning_asgd.core.worker.session_client import HeartbeatThread, SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.synchronizer import OwnData, Training, run
+from lightning_asgd.elastic.attachment import Attachment
+from lightning_asgd.hosting.run_finder import RunFinder
+from lightning_asgd.recovery.failover_client import FailoverClient
 
 SCALARS, SERVERS, STEP_S, NSYNC, SILENCE_S, BEAT_S = 10_000, 2, 0.5, 4, 10.0, 1.0
 PROCESSES = 4

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from lightning_asgd.cli.command_line import main as lightning_asgd
-from lightning_asgd.monitoring.metric_log import read
+from lightning_asgd.monitor.metric_log import read
 from lightning_asgd.report import pictures
 from lightning_asgd.report.picture_style import DARK, PAPER, pyplot
 

@@ -20,7 +20,7 @@ from pytorch_lightning import Callback, Trainer, seed_everything
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_asgd import ASGDMonitor, ASGDStrategy
-from lightning_asgd.cli.report_command import report
+from lightning_asgd.report.command import report
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 

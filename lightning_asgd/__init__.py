@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_asgd.adapter import class_trees, stepping_estimate, unattached
-from lightning_asgd.errors import ASGDError
-from lightning_asgd.processes import rank_variables
+from lightning_asgd.core.foundation.errors import ASGDError
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.lightning import class_trees, stepping_estimate, unattached
 
 if TYPE_CHECKING:
-    from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
-    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
-    from lightning_asgd.adapter.strategy import ASGDStrategy
-    from lightning_asgd.config import Advanced, Timeouts
-    from lightning_asgd.data_stalls.cache import CachedDataset
-    from lightning_asgd.data_stalls.shared_loader import SharedLoader
+    from lightning_asgd.caches.cache import CachedDataset
+    from lightning_asgd.caches.shared_loader import SharedLoader
+    from lightning_asgd.core.algorithms.config import Advanced, Timeouts
+    from lightning_asgd.core.foundation.stats import ExchangeRecord, ExchangeStats
+    from lightning_asgd.core.lightning.strategy import ASGDStrategy
     from lightning_asgd.data_stalls.stall_monitor import DataStallMonitor
-    from lightning_asgd.loop.async_sgd import AsyncSGD
-    from lightning_asgd.posterior import averaged_prediction
-    from lightning_asgd.stats import ExchangeRecord, ExchangeStats
-    from lightning_asgd.worker.served_embedding import ServedEmbedding
+    from lightning_asgd.loops.async_sgd import AsyncSGD
+    from lightning_asgd.loops.fabric import FabricASGDStrategy
+    from lightning_asgd.monitor.callback import ASGDMonitor
+    from lightning_asgd.sampling.posterior import averaged_prediction
+    from lightning_asgd.tables.served.embedding import ServedEmbedding
 
 __all__ = [
     "ASGDError",
@@ -45,19 +45,19 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "ASGDMonitor": "lightning_asgd.adapter.asgd_monitor",
-    "ASGDStrategy": "lightning_asgd.adapter.strategy",
-    "Advanced": "lightning_asgd.config",
-    "AsyncSGD": "lightning_asgd.loop.async_sgd",
-    "CachedDataset": "lightning_asgd.data_stalls.cache",
+    "ASGDMonitor": "lightning_asgd.monitor.callback",
+    "ASGDStrategy": "lightning_asgd.core.lightning.strategy",
+    "Advanced": "lightning_asgd.core.algorithms.config",
+    "AsyncSGD": "lightning_asgd.loops.async_sgd",
+    "CachedDataset": "lightning_asgd.caches.cache",
     "DataStallMonitor": "lightning_asgd.data_stalls.stall_monitor",
-    "ExchangeRecord": "lightning_asgd.stats",
-    "ExchangeStats": "lightning_asgd.stats",
-    "FabricASGDStrategy": "lightning_asgd.adapter.fabric_strategy",
-    "ServedEmbedding": "lightning_asgd.worker.served_embedding",
-    "SharedLoader": "lightning_asgd.data_stalls.shared_loader",
-    "Timeouts": "lightning_asgd.config",
-    "averaged_prediction": "lightning_asgd.posterior",
+    "ExchangeRecord": "lightning_asgd.core.foundation.stats",
+    "ExchangeStats": "lightning_asgd.core.foundation.stats",
+    "FabricASGDStrategy": "lightning_asgd.loops.fabric",
+    "ServedEmbedding": "lightning_asgd.tables.served.embedding",
+    "SharedLoader": "lightning_asgd.caches.shared_loader",
+    "Timeouts": "lightning_asgd.core.algorithms.config",
+    "averaged_prediction": "lightning_asgd.sampling.posterior",
 }
 
 
@@ -79,8 +79,9 @@ if rank_variables.detect():
 
 
 def _register(tree: class_trees.Tree) -> None:
-    from lightning_asgd.adapter import metric_sync, world
-    from lightning_asgd.adapter.strategy import ASGDStrategy
+    from lightning_asgd.core.lightning.strategy import ASGDStrategy
+    from lightning_asgd.world import metric_sync
+    from lightning_asgd.world import ranks as world
 
     tree.register(ASGDStrategy)
     class_trees.when_process_groups_are_made(tree, world.release_process_group)
@@ -88,7 +89,7 @@ def _register(tree: class_trees.Tree) -> None:
 
 
 def _register_with_fabric(tree: class_trees.Tree) -> None:
-    from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
+    from lightning_asgd.loops.fabric import FabricASGDStrategy
 
     tree.register_with_fabric(FabricASGDStrategy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lightning_asgd.stats import Verdict
+from lightning_asgd.core.foundation.stats import Verdict
 
 __all__ = ["Verdict"]
 

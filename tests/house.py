@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import re
 import subprocess
 import sys
@@ -14,9 +13,20 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.test_architecture import FILES, PACKAGE, TREES, imported_modules
+from tests.test_architecture import FILES, PACKAGE, ROOT, TREES, imported_modules
 
-__all__ = ["CLASS_LIMITS", "CODE", "CORE", "SLICE", "classes", "features_imported_by_core", "measures"]
+__all__ = [
+    "CLASS_LIMITS",
+    "CODE",
+    "CORE",
+    "ROWS",
+    "SLICE",
+    "classes",
+    "features_imported_by_core",
+    "in_core",
+    "measures",
+    "slice_of",
+]
 
 CORE = "core"
 CLASS_LIMITS = {"lines": 300, "methods": 20, "attributes": 12}
@@ -38,7 +48,26 @@ def code_lines(source: str, tree: ast.AST) -> int:
 
 
 CODE = {module: code_lines(path.read_text(), TREES[module]) for module, path in FILES.items()}
-SLICE: dict[str, str] = json.loads((Path(__file__).parent / "data" / "slices.json").read_text())
+
+
+def rows_of(page: str) -> dict[str, tuple[set[str], int]]:
+    """What the page says of each slice: the slices that it imports, and the most lines of code that it may have."""
+    section = page.partition("## Slices")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+)` \|[^|]+\| ([^|]*)\| ([\d,]+) \|$", section, re.M)
+    return {name: (set(re.findall(r"[\w/]+", imports)), int(lines.replace(",", ""))) for name, imports, lines in rows}
+
+
+ROWS = rows_of((ROOT.parent / "docs" / "architecture.md").read_text())
+"""The slices imported by each, and the most lines of code that it may have."""
+
+
+def slice_of(module: str) -> str:
+    """The folder that a module belongs to; empty for what is directly in the package, which are public paths."""
+    parts = FILES[module].relative_to(ROOT).parent.parts
+    return "/".join(parts[: 2 if parts and parts[0] in (CORE, "transports", "tables") else 1])
+
+
+SLICE = {module: name for module in FILES if (name := slice_of(module)) in ROWS}
 """The slice that each module belongs to."""
 
 

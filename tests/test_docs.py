@@ -25,9 +25,9 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from lightning_asgd import errors
-from lightning_asgd.adapter import strategy_options
 from lightning_asgd.cli.command_line import COMMANDS
+from lightning_asgd.core.foundation import errors
+from lightning_asgd.core.lightning import strategy_options
 from tests.helpers import pages
 from tests.helpers.project import EXTRAS
 from tests.test_architecture import TREES
@@ -135,7 +135,8 @@ def test_every_public_name_stands_in_the_reference(site: Path) -> None:
         assert classes
         for name in classes:
             cls = getattr(module, name)
-            assert {f"{package}.{name}", f"{cls.__module__}.{name}"} & anchors, f"{package}.{name}"
+            paths = package, cls.__module__, f"lightning_asgd.{cls.__module__.rpartition('.')[2]}"
+            assert {f"{path}.{name}" for path in paths} & anchors, f"{package}.{name}"
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=pages.name_of)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asgd.adapter.class_trees import Extension
+from lightning_asgd.core.lightning.class_trees import Extension
 from tests.test_architecture import PACKAGE, TREES, strings_outside_docstrings
 
 RECORDED = Path(__file__).parent / "data" / "inventory.json"
@@ -84,7 +84,7 @@ def command_line() -> Iterator[str]:
 
 
 def metrics() -> Iterator[str]:
-    from lightning_asgd.monitoring.metric_definitions import METRICS
+    from lightning_asgd.monitor.metric_definitions import METRICS
 
     yield from METRICS
     for tree in TREES.values():  # a metric's name in an f-string ends where a value begins

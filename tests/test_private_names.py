@@ -13,11 +13,11 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.private_names import NAMES, Name
+from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.lightning.private_names import NAMES, Name
 from tests.test_architecture import FILES, TREES
 
-LIGHTNING = "adapter.private_names"
+LIGHTNING = "core.lightning.private_names"
 """The only file with names of Lightning's."""
 
 DOCUMENTED = {"__init__", "automatic_optimization", "epoch_loop", "fit_loop", "optimizer", "state", "step"}
@@ -45,41 +45,41 @@ OTHERS = {
 
 TORCH: dict[str, set[str]] = {
     # modules and loaders
-    "_BatchNorm": {"adapter.world"},
-    "_num_workers": {"adapter.private_names"},
-    "_parameters": {"worker.module_state", "worker.replica_spans"},
-    "_non_persistent_buffers_set": {"worker.module_state"},  # those that no checkpoint holds
-    "_prefetch_factor": {"adapter.private_names"},
-    "gradient._indices": {"worker.row_replica"},  # documented, for gradients that are not coalesced
+    "_BatchNorm": {"world.ranks"},
+    "_num_workers": {"core.lightning.private_names"},
+    "_parameters": {"core.worker.module_state", "core.worker.replica_spans"},
+    "_non_persistent_buffers_set": {"core.worker.module_state"},  # those that no checkpoint holds
+    "_prefetch_factor": {"core.lightning.private_names"},
+    "gradient._indices": {"tables.rows.worker"},  # documented, for gradients that are not coalesced
     "_try_put_index": {"streams.loader_processes"},
-    "owner._buffers": {"worker.module_state"},
-    "parameter._version": {"loop.weight_changes"},  # how often a tensor was changed in place
+    "owner._buffers": {"core.worker.module_state"},
+    "parameter._version": {"programs.weight_changes"},  # how often a tensor was changed in place
     # data sets with shards
     "_ex_iterable": {"streams.hugging_face"},
     "_starting_state_dict": {"streams.hugging_face"},
     "dataset._state_dict": {"streams.random_access"},
     # how torchmetrics reduces a state: the coordinator does the same, and torchmetrics only gathers the others
-    "_defaults": {"adapter.metric_sync"},
-    "_reductions": {"adapter.metric_sync"},
-    "_sync_dist": {"adapter.metric_sync"},
+    "_defaults": {"world.metric_sync"},
+    "_reductions": {"world.metric_sync"},
+    "_sync_dist": {"world.metric_sync"},
     # the end of a backward pass, as DDP and FSDP learn of it
-    "_execution_engine": {"worker.program_gradients"},
+    "_execution_engine": {"layerwise.program_gradients"},
     # processes
-    "_prctl_pr_set_pdeathsig": {"adapter.process_launcher"},
+    "_prctl_pr_set_pdeathsig": {"launchers.process_launcher"},
     # torch.distributed
-    "_C": {"adapter.process_group"},
-    "_create_work_from_future": {"adapter.process_group"},
-    "_distributed_c10d": {"adapter.process_group"},
-    "_channels": {"transports.tensorpipe"},
-    "_get_current_rpc_agent": {"transports.tensorpipe"},
-    "_init": {"transports.tensorpipe"},
-    "_init_rpc_states": {"transports.tensorpipe"},
-    "_is_current_rpc_agent_set": {"transports.tensorpipe"},
-    "_reset_current_rpc_agent": {"transports.tensorpipe"},
-    "_transports": {"transports.tensorpipe"},
-    "_update_group_membership": {"transports.tensorpipe"},
-    "_world": {"adapter.process_group", "adapter.world"},
-    "TensorPipeAgent": {"transports.tensorpipe"},
+    "_C": {"world.process_group"},
+    "_create_work_from_future": {"world.process_group"},
+    "_distributed_c10d": {"world.process_group"},
+    "_channels": {"transports.rpc.tensorpipe"},
+    "_get_current_rpc_agent": {"transports.rpc.tensorpipe"},
+    "_init": {"transports.rpc.tensorpipe"},
+    "_init_rpc_states": {"transports.rpc.tensorpipe"},
+    "_is_current_rpc_agent_set": {"transports.rpc.tensorpipe"},
+    "_reset_current_rpc_agent": {"transports.rpc.tensorpipe"},
+    "_transports": {"transports.rpc.tensorpipe"},
+    "_update_group_membership": {"transports.rpc.tensorpipe"},
+    "_world": {"world.process_group", "world.ranks"},
+    "TensorPipeAgent": {"transports.rpc.tensorpipe"},
     "_storage_filesystem": {"ray.trainer"},  # Ray's: without it a result's checkpoints are looked for on this machine
 }
 

@@ -36,15 +36,15 @@ from torch import nn
 
 from lightning_asgd import Advanced, algorithms
 from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, Downpour, LocalSGD, StaleSynchronous, Transform
-from lightning_asgd.algorithms.base import Payload
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.optim import SGHMC, SGLD
+from lightning_asgd.core.algorithms.base import Payload
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.worker import connection as connection_module
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.setup import set_up
+from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.sampling.optim import SGHMC, SGLD
 from lightning_asgd.simulation import Constant, Crash, Link, LogNormal, ModuleProblem, Network, Quadratic, Simulation
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import run
-from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 from tests.helpers.turns import Turns
 

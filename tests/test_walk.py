@@ -44,12 +44,12 @@ from torch.futures import Future
 
 import lightning_asgd
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.loop.training_job import TrainingJob
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, Leave, Reply
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
-from lightning_asgd.transports.transport import Transport
+from lightning_asgd.core.calls.reliable_calls import Acknowledgements, ReplyCache
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.job.training_job import TrainingJob
+from lightning_asgd.core.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, Leave, Reply
+from lightning_asgd.core.server.service import Service
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.helpers.ratchet import complaints
 from tests.lightning.models import Regression, loader, trainer

@@ -33,12 +33,12 @@ except ImportError:
     pass
 
 import lightning_asgd
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.registry import kind_of, release
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.zmq_transport import ZmqTransport
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.job.registry import kind_of, release
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.helpers.servers import SECRET, ServerProcess
 from tests.transport.test_rpc import client_of, exchange_once
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asgd.algorithms.asgd import ASGD
 from lightning_asgd.algorithms.averaging import LocalSGD
-from lightning_asgd.algorithms.base import Algorithm, Transform
 from lightning_asgd.algorithms.dana import DANASlim
 from lightning_asgd.algorithms.decoupled_diloco import DecoupledDiLoCo, Quorum
 from lightning_asgd.algorithms.diloco import DelayedNesterov, DiLoCo, StreamingDiLoCo
@@ -30,7 +28,9 @@ from lightning_asgd.algorithms.staleness import (
     StalenessAware,
     StaleSynchronous,
 )
-from lightning_asgd.validation import by_name
+from lightning_asgd.core.algorithms.asgd import ASGD
+from lightning_asgd.core.algorithms.base import Algorithm, Transform
+from lightning_asgd.core.foundation.validation import by_name
 
 __all__ = [
     "ASGD",

@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.algorithms.asgd import factor
-from lightning_asgd.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.validation import at_least
+from lightning_asgd.core.algorithms.asgd import factor
+from lightning_asgd.core.algorithms.base import Algorithm, Push, Transform
+from lightning_asgd.core.foundation.validation import at_least
 
 __all__ = ["LocalSGD", "restarted_period"]
 

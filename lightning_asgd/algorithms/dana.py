@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_asgd.algorithms.asgd import ASGD
-from lightning_asgd.algorithms.base import Push, Run
 from lightning_asgd.algorithms.optimizer_checks import needs_nesterov
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.asgd import ASGD
+from lightning_asgd.core.algorithms.base import Push, Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["DANASlim"]
 

@@ -35,11 +35,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lightning_asgd.algorithms.base import Table, Transform
 from lightning_asgd.algorithms.diloco import InFragments
 from lightning_asgd.algorithms.merging import RadialDirectional
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import at_least, between, whole
+from lightning_asgd.core.algorithms.base import Table, Transform
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import at_least, between, whole
 
 __all__ = ["DecoupledDiLoCo", "Quorum"]
 

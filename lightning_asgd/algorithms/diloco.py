@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.asgd import factor
-from lightning_asgd.algorithms.base import Push, Run, Transform
 from lightning_asgd.algorithms.outer_momentum import OuterMomentum
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import between, whole
+from lightning_asgd.core.algorithms.asgd import factor
+from lightning_asgd.core.algorithms.base import Push, Run, Transform
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import between, whole
 
 __all__ = ["DelayedNesterov", "DiLoCo", "StreamingDiLoCo"]
 

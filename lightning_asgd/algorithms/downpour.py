@@ -32,10 +32,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.asgd import factor, parse_scale
-from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import at_least
+from lightning_asgd.core.algorithms.asgd import factor, parse_scale
+from lightning_asgd.core.algorithms.base import Algorithm, Payload, Push, Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import at_least
 
 __all__ = ["Downpour"]
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Answer, Payload, Push, Run
 from lightning_asgd.algorithms.optimizer_checks import needs_nesterov
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import between
+from lightning_asgd.core.algorithms.base import Algorithm, Answer, Payload, Push, Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import between
 
 __all__ = ["EAMSGD", "EASGD"]
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.base import Algorithm, Payload, Push, Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["Hogwild"]
 

@@ -38,9 +38,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Payload, Push, Run
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import whole
+from lightning_asgd.core.algorithms.base import Algorithm, Payload, Push, Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import whole
 
 __all__ = ["LayerWise"]
 

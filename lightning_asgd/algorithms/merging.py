@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Push, Transform
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.base import Push, Transform
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["RadialDirectional"]
 

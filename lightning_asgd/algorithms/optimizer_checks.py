@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_asgd.algorithms.base import Run
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.base import Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["needs_nesterov"]
 

@@ -38,10 +38,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Algorithm, Push
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.numerics import inner_product
-from lightning_asgd.validation import at_least, between
+from lightning_asgd.core.algorithms.base import Algorithm, Push
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.numerics import inner_product
+from lightning_asgd.core.foundation.validation import at_least, between
 
 __all__ = ["CAPPED", "MOST", "Alignment", "OuterMomentum", "capped_factor"]
 

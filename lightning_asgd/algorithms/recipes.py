@@ -26,13 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.algorithms.asgd import ASGD
 from lightning_asgd.algorithms.averaging import LocalSGD
-from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.algorithms.elastic import EASGD
 from lightning_asgd.algorithms.staleness import DropStale, StaleSynchronous
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.settings import Advanced
+from lightning_asgd.core.algorithms.asgd import ASGD
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.settings import Advanced
 
 __all__ = ["recipe"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_asgd.algorithms.base import Payload, Push, Table, Transform
-from lightning_asgd.validation import at_least
+from lightning_asgd.core.algorithms.base import Payload, Push, Table, Transform
+from lightning_asgd.core.foundation.validation import at_least
 
 __all__ = ["Barrier", "WarmStart"]
 

@@ -47,12 +47,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.asgd import leaves_pushes
-from lightning_asgd.algorithms.base import Algorithm, Push, Run, Transform
 from lightning_asgd.algorithms.elastic import EASGD
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.optim import SGLD, PosteriorSampler
-from lightning_asgd.validation import at_least, whole
+from lightning_asgd.core.algorithms.asgd import leaves_pushes
+from lightning_asgd.core.algorithms.base import Algorithm, Push, Run, Transform
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import at_least, whole
+from lightning_asgd.sampling.optim import SGLD, PosteriorSampler
 
 __all__ = ["SGMCMC", "ElasticSGMCMC"]
 
@@ -101,7 +101,7 @@ class _Collects(Algorithm):
                 raise ConfigurationError(
                     f"{type(self).__name__} was given the optimizer {type(optimizer).__name__}, which adds no noise, "
                     f"so the servers would not collect samples of the posterior. Expected SGLD, PSGLD or SGHMC of "
-                    "lightning_asgd.optim."
+                    "lightning_asgd.sampling.optim."
                 )
 
 

@@ -28,10 +28,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.algorithms.asgd import factor
-from lightning_asgd.algorithms.base import Algorithm, Push
 from lightning_asgd.compression.tiles import TopTiles
-from lightning_asgd.validation import at_least
+from lightning_asgd.core.algorithms.asgd import factor
+from lightning_asgd.core.algorithms.base import Algorithm, Push
+from lightning_asgd.core.foundation.validation import at_least
 
 __all__ = ["SparseLoCo"]
 

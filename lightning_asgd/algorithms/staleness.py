@@ -25,8 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms.base import Payload, Push, Table, Transform
-from lightning_asgd.validation import at_least, between
+from lightning_asgd.core.algorithms.base import Payload, Push, Table, Transform
+from lightning_asgd.core.foundation.validation import at_least, between
 
 __all__ = [
     "DelayCompensation",

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_asgd.cli.doctor_command import doctor
-from lightning_asgd.cli.health_command import health
-from lightning_asgd.cli.plan_command import plan
-from lightning_asgd.cli.report_command import report
-from lightning_asgd.cli.serve_command import serve
-from lightning_asgd.cli.stalls_command import measure_stalls
-from lightning_asgd.cli.status_command import status
-from lightning_asgd.errors import ASGDError
+from lightning_asgd.core.foundation.errors import ASGDError
+from lightning_asgd.data_stalls.command import measure_stalls
+from lightning_asgd.elastic.health_command import health
+from lightning_asgd.elastic.serve_command import serve
+from lightning_asgd.elastic.status_command import status
+from lightning_asgd.plan.command import plan
+from lightning_asgd.report.command import report
 
 __all__ = ["COMMANDS", "main"]
 

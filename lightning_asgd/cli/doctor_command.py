@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from lightning_asgd.cli import machine_checks as checks
 from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check, refused
-from lightning_asgd.environment import SECRET_ENV, joined, server_address
-from lightning_asgd.errors import ASGDError
-from lightning_asgd.validation import whole
+from lightning_asgd.core.foundation.environment import SECRET_ENV, joined, server_address
+from lightning_asgd.core.foundation.errors import ASGDError
+from lightning_asgd.core.foundation.validation import whole
 
 __all__ = ["doctor", "examine"]
 
@@ -104,9 +104,9 @@ def _wrapped(before: str, text: str) -> list[str]:
 
 def _job(host: str, port: int, nodes: int | None) -> Iterator[Check]:
     """Compare this machine with the host of a job."""
-    from lightning_asgd.transports.entry_store import CLOCK_KEY
-    from lightning_asgd.transports.job_facts import FACTS_KEY, facts
-    from lightning_asgd.transports.rendezvous import Rendezvous
+    from lightning_asgd.core.job.entry_store import CLOCK_KEY
+    from lightning_asgd.core.job.facts import FACTS_KEY, facts
+    from lightning_asgd.core.job.rendezvous import Rendezvous
 
     try:
         with Rendezvous.connect(host, port, _REACH_S, "--job names its address", elsewhere=True) as there:
@@ -127,7 +127,7 @@ def _job(host: str, port: int, nodes: int | None) -> Iterator[Check]:
 
 
 def _versions() -> Iterator[Check]:
-    from lightning_asgd.adapter.class_trees import MALICIOUS, TREES
+    from lightning_asgd.core.lightning.class_trees import MALICIOUS, TREES
 
     yield checks.check_system(platform.platform(), sys.platform)
     about = metadata.metadata("lightning-asgd")
@@ -146,7 +146,7 @@ def _with_names(check: Check, tree: Any) -> Check:
     """The same for one of Lightning's packages, if it can be imported and has the names that this package uses."""
     from packaging.version import Version
 
-    from lightning_asgd.adapter import name_check, private_names
+    from lightning_asgd.core.lightning import name_check, private_names
 
     said: list[str] = []
     try:
@@ -183,8 +183,8 @@ def _machine() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     import torch
 
-    from lightning_asgd.layout import Role
-    from lightning_asgd.transports import shared_memory
+    from lightning_asgd.core.calls import shared_memory
+    from lightning_asgd.core.foundation.layout import Role
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "" if device is None else device.type
@@ -200,9 +200,9 @@ def _devices() -> Iterator[Check]:
 
 def _started_process() -> Check:
     """Whether a process can be started that imports this package."""
-    from lightning_asgd.processes.server_handle import child_environment
+    from lightning_asgd.core.job.server_handle import child_environment
 
-    command = [sys.executable, "-c", "import lightning_asgd.processes.reaper"]
+    command = [sys.executable, "-c", "import lightning_asgd.core.job.reaper"]
     try:
         subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=_START_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -214,8 +214,8 @@ def _started_process() -> Check:
 def _network(nodes: int) -> Iterator[Check]:
     import psutil
 
-    from lightning_asgd.loop import job_address
-    from lightning_asgd.transports.addresses import interface_of, listens, local_address_towards, resolve
+    from lightning_asgd.core.job import address as job_address
+    from lightning_asgd.core.job.addresses import interface_of, listens, local_address_towards, resolve
 
     found = {
         name: [
@@ -253,7 +253,7 @@ def _network(nodes: int) -> Iterator[Check]:
 
 def _bind(host: str, port: int) -> OSError | None:
     """The error of listening on an address, if any."""
-    from lightning_asgd.transports.addresses import listen
+    from lightning_asgd.core.job.addresses import listen
 
     try:
         listen(host, port).close()
@@ -274,8 +274,9 @@ def _holder(port: int) -> str:
 
 
 def _transport(nodes: int, asked: str) -> Iterator[Check]:
-    from lightning_asgd.config import SECRET_ENV
-    from lightning_asgd.transports import job_secret, registry
+    from lightning_asgd.core.algorithms.config import SECRET_ENV
+    from lightning_asgd.core.job import registry
+    from lightning_asgd.core.job import secret as job_secret
 
     try:
         job_secret.check()

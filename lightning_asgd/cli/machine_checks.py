@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_asgd.cli.console_tables import in_bytes
-from lightning_asgd.processes.rank_variables import RANK_VARIABLES
+from lightning_asgd.core.job.rank_variables import RANK_VARIABLES
 
 __all__ = ["NOTE", "OK", "PRIVATE", "PROBLEM", "WARNING", "Check", "refused"]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["module_and_loader", "named"]
 

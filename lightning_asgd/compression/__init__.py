@@ -1,4 +1,4 @@
-"""Fewer bytes per exchange: lossy codecs for vectors. The caller keeps what a codec loses (``codec_streams.py``)."""
+"""Fewer bytes per exchange: lossy codecs for vectors. The caller keeps what a codec loses (``streams.py``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_asgd.compression.codes import Cast, Int8, TopK
 from lightning_asgd.compression.low_bits import Float4, Int2, Sign
 from lightning_asgd.compression.tiles import TopTiles
 from lightning_asgd.compression.vector_code import Compression
-from lightning_asgd.validation import by_name
+from lightning_asgd.core.foundation.validation import by_name
 
 __all__ = ["Cast", "Compression", "Float4", "Int2", "Int8", "Sign", "TopK", "TopTiles", "find_compression"]
 

@@ -1,4 +1,4 @@
-"""``compression="auto"``: which codec makes exchanges the shortest. Pure; ``worker/link_probe.py`` measures."""
+"""``compression="auto"``: which codec makes exchanges the shortest. Pure; ``compression/link_probe.py`` measures."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.vector_code import Compression, check_lengths
-from lightning_asgd.errors import ConfigurationError, ProtocolError
-from lightning_asgd.numerics import largest
-from lightning_asgd.validation import between, whole
+from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
+from lightning_asgd.core.foundation.numerics import largest
+from lightning_asgd.core.foundation.validation import between, whole
 
 __all__ = ["Cast", "Int8", "TopK"]
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lightning_asgd.compression.codes import Int8
 from lightning_asgd.compression.vector_code import Compression, check_lengths
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import whole
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import whole
 
 __all__ = ["Float4", "Int2", "Sign"]
 

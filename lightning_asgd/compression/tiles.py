@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lightning_asgd.compression.codes import Cast
 from lightning_asgd.compression.vector_code import Compression, check_lengths
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import between, whole
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import between, whole
 
 __all__ = ["TopTiles"]
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.validation import Configurable
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.validation import Configurable
 
 __all__ = ["Compression", "check_lengths"]
 

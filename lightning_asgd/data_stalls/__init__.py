@@ -1,1 +1,1 @@
-"""Whether training waits for its data: measured, logged while a fit runs, and shortened by samples kept in memory."""
+"""How long training waits for data."""

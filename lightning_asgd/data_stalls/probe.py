@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_asgd.data_stalls.cache import CachedDataset, cached_dataset
-from lightning_asgd.data_stalls.sample_cache import SampleCache
+from lightning_asgd.caches.cache import CachedDataset, cached_dataset
+from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.stats import ExchangeStats
+from lightning_asgd.core.foundation.validation import whole
 from lightning_asgd.data_stalls.stalls import Stalls
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.timing import TrainingStep
-from lightning_asgd.validation import whole
+from lightning_asgd.plan.timing import TrainingStep
 
 __all__ = ["forget", "stalls"]
 

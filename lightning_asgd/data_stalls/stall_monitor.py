@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.class_trees import CallbackExtension, Extension
+from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.lightning.class_trees import CallbackExtension, Extension
 
 __all__ = ["DataStallMonitor", "when_batches_are_fetched"]
 

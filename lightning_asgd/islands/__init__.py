@@ -1,1 +1,1 @@
-"""Islands: groups of processes that train in lock-step inside and exchange as one worker."""
+"""Groups of processes that exchange as one worker."""

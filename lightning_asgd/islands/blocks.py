@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import Groups, Layout, Piece, TensorSpec, nbytes_of
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import Groups, Layout, Piece, TensorSpec, nbytes_of
 
 __all__ = ["Block", "HeldRun", "PartLayout", "holders_of", "part_layout"]
 
@@ -62,7 +62,7 @@ class HeldRun:
 
 @dataclass(frozen=True)
 class PartLayout:
-    """What one process exchanges, in the form of a :class:`~lightning_asgd.layout.Layout` of its own.
+    """What one process exchanges, in the form of a :class:`~lightning_asgd.core.foundation.layout.Layout` of its own.
 
     A shard is here what the process exchanges with that server: its runs, one after the other.
     """

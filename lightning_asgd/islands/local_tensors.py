@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import Layout
+from lightning_asgd.core.worker.replica_spans import Place, places_of
 from lightning_asgd.islands.blocks import Block
-from lightning_asgd.layout import Layout
-from lightning_asgd.worker.replica_spans import Place, places_of
 
 __all__ = ["block_of", "is_sharded", "local_places", "reshard"]
 

@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from lightning_asgd.worker.exchange_period import Schedule
+from lightning_asgd.core.worker.exchange_period import Schedule
 
 __all__ = ["steps_to_look"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_asgd.core.protocol import ExchangePart, InitPart, Leave, Part
+from lightning_asgd.core.worker.connection import Connection, done_within
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.replica_spans import Place
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
-from lightning_asgd.islands.island_group import IslandGroup
-from lightning_asgd.protocol import ExchangePart, InitPart, Leave, Part
-from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.replica_spans import Place
+from lightning_asgd.islands.group import IslandGroup
 
 __all__ = ["Copies", "PartExchange", "PartSender"]
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
 
 __all__ = ["SharedLeases"]
 

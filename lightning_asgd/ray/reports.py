@@ -14,8 +14,8 @@ import pyarrow.fs
 import ray
 from ray.train import Checkpoint
 
-from lightning_asgd.adapter.class_trees import CallbackExtension, Extension
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.class_trees import CallbackExtension, Extension
 
 __all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report_metrics"]
 

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lightning_asgd.errors import ASGDError, LaunchError
+from lightning_asgd.core.foundation.errors import ASGDError, LaunchError
 from lightning_asgd.ray.actors import Board
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_plan import RunPlan

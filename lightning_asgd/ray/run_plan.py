@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.transports import registry
-from lightning_asgd.validation import seconds, whole
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import seconds, whole
+from lightning_asgd.core.job import registry
 
 __all__ = ["RunPlan", "actor_options"]
 

@@ -13,8 +13,8 @@ from ray.train.backend import Backend
 from ray.train.lightning import RayDDPStrategy
 from ray.train.torch import TorchConfig, get_device
 
-from lightning_asgd.adapter.strategy import ASGDStrategy
-from lightning_asgd.transports.addresses import LOOPBACK, family_of
+from lightning_asgd.core.job.addresses import LOOPBACK, family_of
+from lightning_asgd.core.lightning.strategy import ASGDStrategy
 
 __all__ = ["ASGDConfig", "RayASGDStrategy"]
 

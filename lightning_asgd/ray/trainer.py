@@ -21,17 +21,18 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ASGDError, ConfigurationError, LaunchError
-from lightning_asgd.processes.interruptions import Interruptions
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, LaunchError
+from lightning_asgd.core.foundation.validation import whole
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job import secret as job_secret
+from lightning_asgd.core.job.facts import publish_facts
+from lightning_asgd.core.job.interruptions import Interruptions
+from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.ray.actors import FINISHED, RunAddress, ServerActor, WorkerActor, end_process, first_key
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
-from lightning_asgd.transports import job_secret, registry
-from lightning_asgd.transports.job_facts import publish_facts
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.validation import whole
 
 __all__ = ["ASGDRun", "ASGDTrainer"]
 

@@ -1,1 +1,1 @@
-"""The report of a run: curves, pictures, and the page that shows them."""
+"""The page and pictures of a fit."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_asgd.monitoring.metric_log import Fit
-from lightning_asgd.protocol import WorkerMetrics
+from lightning_asgd.core.protocol import WorkerMetrics
+from lightning_asgd.monitor.metric_log import Fit
 
 __all__ = ["STATES", "Curves", "totals"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.monitor.metric_log import Fit
 
 __all__ = ["KINDS", "Fault", "faults", "places"]
 

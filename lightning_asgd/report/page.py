@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning_asgd.monitoring.fit_summary import count, duration
-from lightning_asgd.monitoring.metric_definitions import Window, measures
-from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.monitor.fit_summary import count, duration
+from lightning_asgd.monitor.metric_definitions import Window, measures
+from lightning_asgd.monitor.metric_log import Fit
 from lightning_asgd.report.curves import totals
 from lightning_asgd.report.faults import KINDS, Fault, faults, places
 from lightning_asgd.report.page_style import page_style
@@ -29,7 +29,7 @@ _CAPTIONS = {
     "traffic": "Between all workers and all servers, through shared memory where they share a machine.",
 }
 
-# Column: the metric of lightning_asgd.monitoring.metric_definitions, and how it is written. A line break in a heading
+# Column: the metric of lightning_asgd.monitor.metric_definitions, and how it is written. A line break in a heading
 # keeps the table narrow.
 _Columns = dict[str, tuple[str, str, float]]
 _WORK: _Columns = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 __all__ = ["DARK", "PAPER", "SERIES", "STYLE", "SYSTEM_COLOURS", "logarithmic", "pyplot"]
 

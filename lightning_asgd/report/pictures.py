@@ -16,8 +16,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, PercentFormatter
 
-from lightning_asgd.monitoring.metric_definitions import bars, staleness
-from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.monitor.metric_definitions import bars, staleness
+from lightning_asgd.monitor.metric_log import Fit
 from lightning_asgd.report.curves import STATES, Curves, totals
 from lightning_asgd.report.faults import KINDS, Fault, faults
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic

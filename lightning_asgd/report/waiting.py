@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_asgd.monitoring.metric_log import Fit
+from lightning_asgd.monitor.metric_log import Fit
 from lightning_asgd.report.curves import STATES, totals
 
 __all__ = ["explained"]

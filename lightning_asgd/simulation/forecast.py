@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_asgd.settings import Advanced
+from lightning_asgd.core.foundation.settings import Advanced
+from lightning_asgd.plan.sizing import Job
 from lightning_asgd.simulation.network import Link, Network
 from lightning_asgd.simulation.problems import Quadratic
+from lightning_asgd.simulation.report import Report
 from lightning_asgd.simulation.run import Simulation
-from lightning_asgd.simulation.simulation_report import Report
 from lightning_asgd.simulation.speeds import Constant
-from lightning_asgd.sizing import Job
 
 __all__ = ["forecast", "simulated_efficiency"]
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from torch.futures import Future
 
-from lightning_asgd.errors import ASGDError
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.errors import ASGDError
+from lightning_asgd.core.foundation.validation import whole
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.protocol import (
     BOOTSTRAPPED,
     Contribution,
     Epoch,
@@ -19,12 +22,9 @@ from lightning_asgd.protocol import (
     Leave,
     SyncReport,
 )
-from lightning_asgd.simulation.simulated_worker import Life, SimulatedWorker, Work
-from lightning_asgd.validation import whole
-from lightning_asgd.worker.connection import COORDINATOR
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.synchronizer import Training
+from lightning_asgd.core.worker.connection import COORDINATOR
+from lightning_asgd.core.worker.synchronizer import Training
+from lightning_asgd.simulation.worker import Life, SimulatedWorker, Work
 
 __all__ = ["LeasedData", "LeasedWorker"]
 

@@ -20,20 +20,20 @@ import psutil
 import torch
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import Role
-from lightning_asgd.processes.supervisor import Supervisor
-from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, LeaseRequest
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.server_costs import Calibration, ServerCosts
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.supervisor import Supervisor
+from lightning_asgd.core.protocol import Contribution, Exchange, Heartbeat, InitShard, LeaseRequest
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.core.worker.connection import COORDINATOR, Connection
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.plan.server_costs import Calibration, ServerCosts
 from lightning_asgd.simulation.leased_worker import LeasedData
 from lightning_asgd.simulation.problems import Quadratic
 from lightning_asgd.simulation.run import Running, Simulation
 from lightning_asgd.simulation.speeds import LogNormal
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.connection import COORDINATOR, Connection
-from lightning_asgd.worker.session_client import SessionClient
 
 __all__ = ["WORKERS", "ServerProcess", "measure", "server_process"]
 

@@ -18,14 +18,23 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import nbytes_of as shard_nbytes
-from lightning_asgd.protocol import Contribution, Exchange, Heartbeat, InitShard, Join, LeaseRequest, OpenEpoch, Reply
-from lightning_asgd.protocol import nbytes as nbytes_of
-from lightning_asgd.server_costs import ServerCosts
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import nbytes_of as shard_nbytes
+from lightning_asgd.core.foundation.validation import at_least
+from lightning_asgd.core.protocol import (
+    Contribution,
+    Exchange,
+    Heartbeat,
+    InitShard,
+    Join,
+    LeaseRequest,
+    OpenEpoch,
+    Reply,
+)
+from lightning_asgd.core.protocol import nbytes as nbytes_of
+from lightning_asgd.plan.server_costs import ServerCosts
 from lightning_asgd.simulation.clock import VirtualClock
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.validation import at_least
 
 __all__ = ["Link", "Network", "Wires"]
 

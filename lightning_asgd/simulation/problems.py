@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module
 
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.protocol import JointState, UntrainedState
-from lightning_asgd.protocol.reductions import reduce
-from lightning_asgd.validation import at_least, whole
-from lightning_asgd.worker.untrained_state import is_statistic
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import at_least, whole
+from lightning_asgd.core.protocol import JointState, UntrainedState
+from lightning_asgd.core.protocol.reductions import reduce
+from lightning_asgd.core.worker.untrained_state import is_statistic
 
 __all__ = ["ModuleProblem", "Problem", "Quadratic"]
 

@@ -12,27 +12,27 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_asgd.algorithms.base import Payload, Run
 from lightning_asgd.compression.code_choice import Auto
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.core.algorithms.base import Payload, Run
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
+from lightning_asgd.core.foundation.settings import refuse
+from lightning_asgd.core.foundation.validation import at_least, whole
+from lightning_asgd.core.leases.random_numbers import same_random_numbers
+from lightning_asgd.core.protocol import Leave, Policy
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.gain import Gain
-from lightning_asgd.optim import share_posterior
-from lightning_asgd.protocol import Leave, Policy
-from lightning_asgd.server.service import Service
-from lightning_asgd.settings import refuse
+from lightning_asgd.sampling.optim import share_posterior
 from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.simulation.faults import Crash, LateWorker
 from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, Wires
 from lightning_asgd.simulation.problems import Problem
-from lightning_asgd.simulation.simulated_faults import Crash, LateWorker
-from lightning_asgd.simulation.simulated_worker import Life, NamedWeights, SimulatedWorker, Work
-from lightning_asgd.simulation.simulation_report import Point, Report, WorkerReport
+from lightning_asgd.simulation.report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
-from lightning_asgd.validation import at_least, whole
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.random_numbers import same_random_numbers
-from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.simulation.worker import Life, NamedWeights, SimulatedWorker, Work
 
 __all__ = ["Running", "Simulation"]
 

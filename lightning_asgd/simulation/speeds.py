@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.validation import at_least
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.validation import at_least
 
 __all__ = ["Constant", "LogNormal", "Speed", "Trace"]
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
-from lightning_asgd.worker.step_maker import MadeStep, StepMaker, StepOrder
+from lightning_asgd.streams.step_maker import MadeStep, StepMaker, StepOrder
 
 __all__ = ["InitCalls", "LoaderProcesses", "load_next", "same"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.numerics import as_bytes
-from lightning_asgd.protocol import UNKNOWN
-from lightning_asgd.worker.random_numbers import RandomNumbers
+from lightning_asgd.core.foundation.numerics import as_bytes
+from lightning_asgd.core.leases.random_numbers import RandomNumbers
+from lightning_asgd.core.protocol import UNKNOWN
 
 __all__ = ["ShardedData"]
 

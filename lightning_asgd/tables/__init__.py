@@ -1,1 +1,1 @@
-"""Tables of embeddings in files, of which a process holds only the rows that it uses."""
+"""Tables of embeddings."""

@@ -1,1 +1,1 @@
-"""Moving messages between workers and servers. Knows nothing of SGD."""
+"""The two transports."""

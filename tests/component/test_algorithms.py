@@ -43,15 +43,15 @@ from lightning_asgd.algorithms import (
     WarmStart,
     find,
 )
-from lightning_asgd.algorithms.base import Run
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.layout import Role, build_layout
-from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.shard import Shard
-from lightning_asgd.stats import Verdict
-from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.core.algorithms.base import Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import Role, build_layout
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Exchange, Reply
+from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.core.worker.replica_kinds import replica_for
+from lightning_asgd.core.worker.synchronizer import run
 from tests.helpers.algorithms import EVERY, ON_SERVERS
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
@@ -128,7 +128,7 @@ def test_a_repeated_message_changes_nothing(algorithm: Algorithm) -> None:
 def test_chunks_make_no_difference(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk in (1 << 18, 4, 1):
-        monkeypatch.setattr("lightning_asgd.server.group_rules.CHUNK", chunk)
+        monkeypatch.setattr("lightning_asgd.core.server.group_rules.CHUNK", chunk)
         one = shard(algorithm, 1)
         answers = [only(send(one, push(0, seq, one.version), values(seq))).weights for seq in range(1, 7)]
         assert all(a is not None for a in answers)
@@ -500,7 +500,7 @@ def test_delay_compensation_leads_towards_the_gradient_at_the_present_weights() 
 
 
 def _about(steps: int) -> Any:
-    from lightning_asgd.algorithms.base import Push
+    from lightning_asgd.core.algorithms.base import Push
 
     return Push(steps=steps, lr=0.1)
 

@@ -22,15 +22,16 @@ from torch import Tensor
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
-from lightning_asgd.algorithms.base import Algorithm, Payload
-from lightning_asgd.layout import build_layout
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import device_staging, replica_spans
-from lightning_asgd.worker import replica as replica_module
-from lightning_asgd.worker.device_staging import DeviceLane
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.replica_kinds import MixingReplica, replica_for
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.core.algorithms.base import Algorithm, Payload
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.worker import replica as replica_module
+from lightning_asgd.core.worker import replica_spans
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.replica_kinds import MixingReplica, replica_for
+from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.devices import device_staging
+from lightning_asgd.devices.device_staging import DeviceLane
 from tests.component.test_exchange import CAN_SHARE, NEEDS_SHARED_MEMORY, Scripted
 from tests.helpers.cluster import Cluster
 from tests.helpers.late_device import DEVICE, LateDevice

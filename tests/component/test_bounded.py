@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import (
     Attach,
     DisconnectWatch,
     Epoch,
@@ -26,7 +26,7 @@ from lightning_asgd.protocol import (
     Policy,
     RunMetadata,
 )
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
 EPOCH = Epoch("r/0", 10**6, (10**6,))

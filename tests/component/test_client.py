@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd import errors
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ASGDError, CollectiveTimeoutError, ServerLostError
-from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import (
+from lightning_asgd.core.calls.transport import CallTimeoutError, Transport
+from lightning_asgd.core.foundation import errors
+from lightning_asgd.core.foundation.errors import ASGDError, CollectiveTimeoutError, ServerLostError
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import (
     Contribution,
     Exchange,
     Failure,
@@ -23,14 +25,12 @@ from lightning_asgd.protocol import (
     Leave,
     Reply,
 )
-from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.transport import CallTimeoutError, Transport
-from lightning_asgd.worker import collectives as collectives_module
-from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.worker import collectives as collectives_module
+from lightning_asgd.core.worker import connection as connection_module
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection, done_within
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
 
 CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, ASGDError)]
 LAYOUT = build_layout([("w", torch.zeros(4))], 2)

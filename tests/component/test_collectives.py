@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_asgd.errors import ASGDError, CollectiveMismatchError, WorkerLostError
-from lightning_asgd.protocol import Contribution, Policy, Reduced
-from lightning_asgd.worker.collectives import Collectives, Phase, reduce_op_name
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.core.foundation.errors import ASGDError, CollectiveMismatchError, WorkerLostError
+from lightning_asgd.core.protocol import Contribution, Policy, Reduced
+from lightning_asgd.core.worker.collectives import Collectives, Phase, reduce_op_name
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.synchronizer import run
 from tests.helpers.cluster import Cluster, run_workers
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_asgd.server.collective_table import CollectiveTable
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.common_order import CommonOrder, agreed_order, overlap
-from lightning_asgd.worker.leased_sampler import in_common_order, own_samplers
+from lightning_asgd.core.leases.common_order import CommonOrder, agreed_order, overlap
+from lightning_asgd.core.leases.sampler import in_common_order, own_samplers
+from lightning_asgd.core.server.collective_table import CollectiveTable
+from lightning_asgd.core.worker.collectives import Collectives
 from tests.component.test_collectives import together
 
 SAMPLES = 40

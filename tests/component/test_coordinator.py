@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd.errors import (
+from lightning_asgd.core.foundation.errors import (
     ASGDError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -18,10 +18,10 @@ from lightning_asgd.errors import (
     WorkerAwayError,
     WorkerLostError,
 )
-from lightning_asgd.protocol import Contribution, Join, Policy
-from lightning_asgd.server.collective_table import CollectiveTable
-from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.pending_replies import Completion
+from lightning_asgd.core.protocol import Contribution, Join, Policy
+from lightning_asgd.core.server.collective_table import CollectiveTable
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.pending_replies import Completion
 
 
 def coordinator(workers: int) -> CollectiveTable:

@@ -9,12 +9,12 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.protocol import Exchange
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Synchronizer, Training, WorkFeed, run
-from lightning_asgd.worker.worker_setup import set_up
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.protocol import Exchange
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.setup import set_up
+from lightning_asgd.core.worker.synchronizer import Synchronizer, Training, WorkFeed, run
 from tests.helpers.cluster import Cluster
 
 

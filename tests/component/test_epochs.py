@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseHoldings, LeaseRequest
-from lightning_asgd.server.epoch_history import Epochs
-from lightning_asgd.server.membership import Membership
+from lightning_asgd.core.foundation.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.core.leases.epoch_history import Epochs
+from lightning_asgd.core.protocol import Epoch, LeaseHoldings, LeaseRequest
+from lightning_asgd.core.server.membership import Membership
 
 NOBODY = Membership("s", 2)  # who takes part is told by each test
 

@@ -22,8 +22,9 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import (
     Epoch,
     Exchange,
     Failure,
@@ -37,10 +38,9 @@ from lightning_asgd.protocol import (
     Reply,
     Request,
 )
-from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.shard import Shard
-from lightning_asgd.stats import Verdict
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.server.shard import Shard
 from tests.helpers.orders import Explored, explore, fingerprint
 
 SILENCE_S = 3.0

@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.protocol import Leave
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.foundation.errors import WorkerLostError
+from lightning_asgd.core.protocol import Leave
+from lightning_asgd.core.server.service import Service
 from tests.component import test_membership
 from tests.component.test_membership import PATIENCE_S, World
 

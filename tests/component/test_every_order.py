@@ -35,35 +35,29 @@ from torch.futures import Future
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ServerLostError
-from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import (
-    DisconnectWatch,
-    Heartbeat,
-    Policy,
-    StateReport,
-    SyncReport,
-)
-from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.shard import Shard
-from lightning_asgd.server.state_recovery import StateRecovery
-from lightning_asgd.transports.reliable_calls import Acknowledgements, ReplyCache
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker import exchange_recovery as recovery_module
-from lightning_asgd.worker import session_client as session_module
-from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.sync_point import synchronize
-from lightning_asgd.worker.synchronizer import Training, WorkFeed, run
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls.reliable_calls import Acknowledgements, ReplyCache
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.errors import ServerLostError
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.protocol import DisconnectWatch, Heartbeat, Policy, StateReport, SyncReport
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.core.worker import connection as connection_module
+from lightning_asgd.core.worker import session_client as session_module
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.sync_point import synchronize
+from lightning_asgd.core.worker.synchronizer import Training, WorkFeed, run
+from lightning_asgd.elastic.attachment import Attachment
+from lightning_asgd.recovery import exchange_recovery as recovery_module
+from lightning_asgd.recovery.failover_client import FailoverClient
+from lightning_asgd.recovery.state_recovery import StateRecovery
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 
 PATIENCE_S = 3.0

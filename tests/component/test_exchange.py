@@ -23,14 +23,14 @@ from lightning_asgd.algorithms import (
     StaleSynchronous,
     StreamingDiLoCo,
 )
-from lightning_asgd.algorithms.base import Algorithm
 from lightning_asgd.compression import find_compression
-from lightning_asgd.errors import ProtocolError, ServerLostError
-from lightning_asgd.protocol import Exchange, Join, Leave
-from lightning_asgd.stats import Verdict
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import WorkFeed, run
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.errors import ProtocolError, ServerLostError
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Exchange, Join, Leave
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.synchronizer import WorkFeed, run
 from tests.helpers.cluster import SESSION, Cluster, layout_of_floats, prepare
 from tests.helpers.reference import Reference
 from tests.helpers.script import ScriptedTransport, Waits, bits

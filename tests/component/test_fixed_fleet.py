@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.adapter.trainer_shell import TrainerShell
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import LayoutMismatchError
-from lightning_asgd.loop.fixed_fleet import FixedFleet
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.protocol import Policy
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.worker.collectives import Phase
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.foundation.errors import LayoutMismatchError
+from lightning_asgd.core.lightning.trainer_shell import TrainerShell
+from lightning_asgd.core.protocol import Policy
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.collectives import Phase
+from lightning_asgd.core.worker.fixed_fleet import FixedFleet
+from lightning_asgd.monitor.metrics_board import MetricsBoard
 
 
 class Two:

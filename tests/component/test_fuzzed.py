@@ -16,9 +16,10 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD, Barrier
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.leases.totals import WorkerLeases
+from lightning_asgd.core.protocol import (
     BOOTSTRAPPED,
     FIRST_ORDER,
     Attach,
@@ -49,9 +50,8 @@ from lightning_asgd.protocol import (
     codec,
     forget_old_orders,
 )
-from lightning_asgd.protocol.field_types import checked
-from lightning_asgd.server.lease_totals import WorkerLeases
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.protocol.field_types import checked
+from lightning_asgd.core.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
 EPOCH = Epoch("s/0", 1000, (500, 1000), b"")
@@ -325,8 +325,9 @@ def growth(handle: Callable[[Any], Any], message: Any, field: str, first: int, n
 def test_what_a_broken_worker_makes_up_is_refused_in_the_end(
     run: str, message: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit in ("pending_replies._MOST", "run_registry._MOST_SILENT", "membership._STRANGERS"):
-        monkeypatch.setattr(f"lightning_asgd.server.{limit}", 500)
+    for limit in ("pending_replies._MOST", "membership._STRANGERS"):
+        monkeypatch.setattr(f"lightning_asgd.core.server.{limit}", 500)
+    monkeypatch.setattr("lightning_asgd.elastic.run_registry._MOST_SILENT", 500)
     _, handle = server_of(run)
     answers = [handle(numbered(message, field, number)) for number in range(2, 1102)]
     assert not isinstance(answers[300], Failure)
@@ -335,7 +336,7 @@ def test_what_a_broken_worker_makes_up_is_refused_in_the_end(
 
 
 def test_a_push_that_may_wait_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asgd.server.pending_replies._MOST", 50)
+    monkeypatch.setattr("lightning_asgd.core.server.pending_replies._MOST", 50)
     service = Service(lambda: 0.0)
     handle = checked(service.handle)
     for rank in (0, 1):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
-from lightning_asgd.worker.session_client import HeartbeatThread
+from lightning_asgd.core.foundation.errors import WorkerLostError
+from lightning_asgd.core.protocol import HeartbeatReply, WorkerMetrics
+from lightning_asgd.core.worker.session_client import HeartbeatThread
+from lightning_asgd.monitor.metrics_board import MetricsBoard
 
 DEADLINE_S = 10.0
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.layout import Role
-from lightning_asgd.process_name import machine_and_pid, this_process
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.process_name import machine_and_pid, this_process
+from lightning_asgd.core.protocol import (
     Contribution,
     Epoch,
     Exchange,
@@ -27,7 +27,7 @@ from lightning_asgd.protocol import (
     Policy,
     Request,
 )
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
 STRAY = "elsewhere/77/0123456789abcdef"

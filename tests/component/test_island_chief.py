@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.islands.island_fleet import IslandFleet
-from lightning_asgd.loop.participation import Participation
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.optim import SGLD
-from lightning_asgd.protocol import Policy
-from lightning_asgd.worker.attachment import Attachment
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.protocol import Policy
+from lightning_asgd.core.worker.participation import Participation
+from lightning_asgd.elastic.attachment import Attachment
+from lightning_asgd.islands.fleet import IslandFleet
+from lightning_asgd.monitor.metrics_board import MetricsBoard
+from lightning_asgd.sampling.optim import SGLD
 from tests.helpers.actor_islands import ActorGroup, Talk
 
 FILES = "the chief's files"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.errors import ServerLostError
-from lightning_asgd.islands.island_leases import IslandLeases
+from lightning_asgd.core.foundation.errors import ServerLostError
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.leases.table import Leases
+from lightning_asgd.core.protocol import Epoch, LeaseRequest
+from lightning_asgd.core.worker.session_client import Members
+from lightning_asgd.islands.leases import IslandLeases
 from lightning_asgd.islands.shared_leases import SharedLeases
-from lightning_asgd.protocol import Epoch, LeaseRequest
-from lightning_asgd.server.lease_table import Leases
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.session_client import Members
 from tests.component.test_leases import Far
 
 FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "counts", "progress", "share")

@@ -18,21 +18,21 @@ import pytest
 import torch
 
 from lightning_asgd import Advanced
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ServerLostError
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ServerLostError
+from lightning_asgd.core.foundation.process_name import this_process
+from lightning_asgd.core.protocol import Heartbeat, HeartbeatReply, Policy
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.setup import Start
+from lightning_asgd.core.worker.synchronizer import Training, run
+from lightning_asgd.elastic.attachment import Attachment
 from lightning_asgd.islands import part_exchange as part_exchange_module
-from lightning_asgd.islands.island_synchronizer import IslandSynchronizer, set_up_island
 from lightning_asgd.islands.part_exchange import PartExchange, PartSender
-from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import Heartbeat, HeartbeatReply, Policy
-from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import Training, run
-from lightning_asgd.worker.worker_setup import Start
+from lightning_asgd.islands.synchronizer import IslandSynchronizer, set_up_island
+from lightning_asgd.recovery.failover_client import FailoverClient
 from tests.component.test_every_order import PATIENCE_S, Back, Choose, End, Event, Plan, World
 from tests.helpers.actor_islands import ActorGroup, Talk
 

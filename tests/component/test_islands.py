@@ -13,28 +13,18 @@ from torch.futures import Future
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.islands.island_group import peer_has_ended
-from lightning_asgd.islands.island_synchronizer import IslandSynchronizer, set_up_island
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.layout import Groups, Role
+from lightning_asgd.core.foundation.process_name import this_process
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Exchange, ExchangePart, Failure, InitPart, InitShard, Join, Leave, Part, Reply
+from lightning_asgd.core.protocol.field_types import checked
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.setup import Start
+from lightning_asgd.core.worker.synchronizer import Training, run
+from lightning_asgd.islands.group import peer_has_ended
 from lightning_asgd.islands.part_exchange import PartSender
-from lightning_asgd.layout import Groups, Role
-from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import (
-    Exchange,
-    ExchangePart,
-    Failure,
-    InitPart,
-    InitShard,
-    Join,
-    Leave,
-    Part,
-    Reply,
-)
-from lightning_asgd.protocol.field_types import checked
-from lightning_asgd.server.service import Service
-from lightning_asgd.stats import Verdict
-from lightning_asgd.worker.synchronizer import Training, run
-from lightning_asgd.worker.worker_setup import Start
+from lightning_asgd.islands.synchronizer import IslandSynchronizer, set_up_island
 from tests.helpers.actor_islands import ActorGroup, Talk
 from tests.helpers.cluster import Cluster
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.processes import lent_servers
-from lightning_asgd.processes.host_entry import LEASE_S, HostEntry
-from lightning_asgd.processes.lent_servers import ServerBorrower, ServerLender, servers_of_machine
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.hosting import lent_servers
+from lightning_asgd.hosting.host_entry import LEASE_S, HostEntry
+from lightning_asgd.hosting.lent_servers import ServerBorrower, ServerLender, servers_of_machine
 
 STEP_S = 0.2
 LATE_S = 0.75  # as a server needs to notice that its lease is over

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.protocol import LeaseGrant
-from lightning_asgd.server.lease_table import Leases
+from lightning_asgd.core.leases.table import Leases
+from lightning_asgd.core.protocol import LeaseGrant
 from tests.component import test_leases
 from tests.component.test_leases import (  # noqa: F401  # they are run again, with both
     test_a_worker_asks_no_more_when_there_is_nothing_to_expect,

@@ -12,17 +12,18 @@ from torch.futures import Future
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import Layout
-from lightning_asgd.protocol import Exchange, InitShard, LinkProbe, LinkProbed, nbytes
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.shared_memory import host_identity
-from lightning_asgd.worker import link_probe, worker_setup
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.link_probe import measured_code
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.synchronizer import run
-from lightning_asgd.worker.worker_setup import set_up
+from lightning_asgd.compression import link_probe
+from lightning_asgd.compression.link_probe import measured_code
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.calls.shared_memory import host_identity
+from lightning_asgd.core.foundation.layout import Layout
+from lightning_asgd.core.protocol import Exchange, InitShard, LinkProbe, LinkProbed, nbytes
+from lightning_asgd.core.worker import setup as worker_setup
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.setup import set_up
+from lightning_asgd.core.worker.synchronizer import run
 from tests.helpers.cluster import Cluster, layout_of_floats, summary
 
 pytestmark = pytest.mark.skipif(not host_identity(), reason="processes of this system share no memory")

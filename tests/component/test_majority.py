@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
-from lightning_asgd.protocol import Failure, Heartbeat, Join, Policy
-from lightning_asgd.server.service import Service
+from lightning_asgd.core.protocol import Failure, Heartbeat, Join, Policy
+from lightning_asgd.core.server.service import Service
 
 SILENCE_S = 1.0
 

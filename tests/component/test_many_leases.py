@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd.protocol import Epoch, LeaseRequest
-from lightning_asgd.server import lease_table
-from lightning_asgd.server.crowd import Crowd, Member
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.self_scheduling import Load, finish_s
+from lightning_asgd.core.leases import table as lease_table
+from lightning_asgd.core.leases.crowd import Crowd, Member
+from lightning_asgd.core.leases.self_scheduling import Load, finish_s
+from lightning_asgd.core.protocol import Epoch, LeaseRequest
+from lightning_asgd.core.server.pending_replies import Completion
 from tests.component.test_leases import (  # noqa: F401  # they are run again, as if workers were many
     Run,
     test_an_epoch_lasts_as_long_as_the_sum_of_the_speeds_allows,

@@ -19,30 +19,30 @@ from torch.futures import Future
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, Algorithm, Downpour
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.layout import build_layout
-from lightning_asgd.protocol import Epoch, Heartbeat, HeartbeatReply, Leave, Policy, SyncReport
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.transports.shared_memory import SharedBlock
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import connection as connection_module
-from lightning_asgd.worker import exchange_recovery as recovery_module
-from lightning_asgd.worker import lease_client as leases_module
-from lightning_asgd.worker import session_client as session_module
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.sync_point import synchronize
-from lightning_asgd.worker.synchronizer import Training, run
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.calls.shared_memory import SharedBlock
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.errors import WorkerLostError
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.leases import client as leases_module
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.protocol import Epoch, Heartbeat, HeartbeatReply, Leave, Policy, SyncReport
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker import connection as connection_module
+from lightning_asgd.core.worker import session_client as session_module
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.replica_kinds import replica_for
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.sync_point import synchronize
+from lightning_asgd.core.worker.synchronizer import Training, run
+from lightning_asgd.recovery import exchange_recovery as recovery_module
+from lightning_asgd.recovery.failover_client import FailoverClient
 from tests.helpers.turns import Turns
 
 PATIENCE_S = 3.0

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_asgd.adapter.metric_sync import synchronise_metrics
-from lightning_asgd.errors import CollectiveMismatchError
-from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.core.foundation.errors import CollectiveMismatchError
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.world.metric_sync import synchronise_metrics
 from tests.component.test_collectives import together
 from tests.component.test_reductions import FLOATS, INTEGERS, bits, parts_of
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.processes import lent_servers
-from lightning_asgd.processes.placed_servers import (
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.hosting import lent_servers
+from lightning_asgd.hosting.placed_servers import (
     LEASE_S,
     NodeServers,
     PlacedServers,
@@ -17,8 +19,6 @@ from lightning_asgd.processes.placed_servers import (
     lease_of,
     node_named,
 )
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports.rendezvous import Rendezvous
 from tests.component.test_lent_servers import STEP_S, Servers, Store
 
 

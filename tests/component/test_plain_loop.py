@@ -19,16 +19,17 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_asgd import Advanced, AsyncSGD, process_name
+from lightning_asgd import Advanced, AsyncSGD
 from lightning_asgd.algorithms import LocalSGD, WarmStart
-from lightning_asgd.errors import ASGDError, ConfigurationError, ServerLostError
-from lightning_asgd.loop import loop_member
-from lightning_asgd.loop.elastic_run import ElasticFleet
-from lightning_asgd.loop.shell import Shell
-from lightning_asgd.process_name import machine_and_pid, this_process
-from lightning_asgd.processes.interruptions import Interruptions
-from lightning_asgd.protocol import Exchange
-from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.core.foundation import process_name
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, ServerLostError
+from lightning_asgd.core.foundation.process_name import machine_and_pid, this_process
+from lightning_asgd.core.job.interruptions import Interruptions
+from lightning_asgd.core.protocol import Exchange
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shell import Shell
+from lightning_asgd.elastic.elastic_run import ElasticFleet
+from lightning_asgd.loops import member as loop_member
 from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import run_workers
 from tests.helpers.plain import Counts, Run, Shards, numbered

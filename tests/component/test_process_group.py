@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _InfiniteBarrier
 
-from lightning_asgd.adapter import world
-from lightning_asgd.adapter.process_group import GuardedStore, RankInfo, WorkersGroup
-from lightning_asgd.errors import CollectiveMismatchError, CollectiveUnavailableError
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.core.foundation.errors import CollectiveMismatchError, CollectiveUnavailableError
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.worker.collectives import Collectives, Phase
+from lightning_asgd.world import ranks as world
+from lightning_asgd.world.process_group import GuardedStore, RankInfo, WorkersGroup
 from tests.component.test_collectives import together
 
 SIZE = 3

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.errors import SnapshotError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.errors import SnapshotError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import (
     PROTOCOL,
     Attach,
     Epoch,
@@ -25,8 +25,8 @@ from lightning_asgd.protocol import (
     Policy,
     RunMetadata,
 )
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshot_store import Snapshots
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.recovery.snapshot_store import Snapshots
 from tests.helpers.cluster import summary
 
 DATA = Path(__file__).parent.parent / "data"

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_asgd.errors import CollectiveMismatchError
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.errors import CollectiveMismatchError
+from lightning_asgd.core.protocol import (
     Contribution,
     Failure,
     JointReport,
@@ -26,13 +26,13 @@ from lightning_asgd.protocol import (
     WorkerMetrics,
     codec,
 )
-from lightning_asgd.protocol.field_types import checked
-from lightning_asgd.protocol.reductions import TENSOR_REDUCTIONS, reduce
-from lightning_asgd.server.collective_table import CollectiveTable
-from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.service import Service
-from lightning_asgd.worker.collectives import Collectives
+from lightning_asgd.core.protocol.field_types import checked
+from lightning_asgd.core.protocol.reductions import TENSOR_REDUCTIONS, reduce
+from lightning_asgd.core.server.collective_table import CollectiveTable
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.collectives import Collectives
 from tests.component.test_collectives import together
 from tests.component.test_coordinator import coordinator, errors, pass_time, say, succession, successor, values, watched
 from tests.helpers.cluster import Cluster

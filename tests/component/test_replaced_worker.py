@@ -14,10 +14,11 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.layout import Role
-from lightning_asgd.process_name import is_gone, machine_and_pid, pid_of, this_process
-from lightning_asgd.protocol import (
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.process_name import is_gone, machine_and_pid, pid_of, this_process
+from lightning_asgd.core.protocol import (
     Contribution,
     Epoch,
     Exchange,
@@ -34,12 +35,11 @@ from lightning_asgd.protocol import (
     RankHeld,
     Request,
 )
-from lightning_asgd.server import server_process
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.late_entry import EntryPoint, await_entry, publish_entry, take_rank
-from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.core.server import process as server_process
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.replacement.late_entry import EntryPoint, await_entry, publish_entry, take_rank
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
 NEW = "there/3/cc"
@@ -305,7 +305,11 @@ def test_a_second_start_of_a_living_worker_is_refused_once_that_is_heard() -> No
 
 def test_where_the_process_before_it_has_ended_on_this_machine_it_does_not_wait() -> None:
     started = subprocess.run(
-        [sys.executable, "-c", "from lightning_asgd.process_name import this_process as t; print(t(), flush=True)"],
+        [
+            sys.executable,
+            "-c",
+            "from lightning_asgd.core.foundation.process_name import *; print(this_process(), flush=True)",
+        ],
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour
-from lightning_asgd.algorithms.base import Algorithm
-from lightning_asgd.layout import Layout, build_layout
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker import replica_spans
-from lightning_asgd.worker.replica import Replica
-from lightning_asgd.worker.replica_kinds import GradientReplica, replica_for
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.layout import Layout, build_layout
+from lightning_asgd.core.worker import replica_spans
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.core.worker.replica_kinds import GradientReplica, replica_for
 from tests.helpers.script import bits
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]

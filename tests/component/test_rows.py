@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import ASGD, DiLoCo, Downpour, LocalSGD, ScaleByStaleness, SoftSync
-from lightning_asgd.algorithms.base import Algorithm, Push
-from lightning_asgd.errors import ConfigurationError, ProtocolError
-from lightning_asgd.layout import Role, build_layout, dense
-from lightning_asgd.protocol import Exchange, Rows
-from lightning_asgd.server.row_rules import RowRules
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import run
-from lightning_asgd.worker.worker_setup import tables_of
+from lightning_asgd.core.algorithms.base import Algorithm, Push
+from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
+from lightning_asgd.core.foundation.layout import Role, build_layout, dense
+from lightning_asgd.core.protocol import Exchange, Rows
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.setup import tables_of
+from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.tables.rows.server import RowRules
 from tests.helpers.cluster import Cluster
 
 ROWS, WIDTH = 40, 3

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import DecoupledDiLoCo, DelayedNesterov, DiLoCo, LocalSGD, RadialDirectional
-from lightning_asgd.algorithms.base import Algorithm
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role, build_layout
-from lightning_asgd.protocol import Exchange
-from lightning_asgd.server import group_rules, shard_copy
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.shard import Shard
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role, build_layout
+from lightning_asgd.core.protocol import Exchange
+from lightning_asgd.core.server import group_rules
+from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.recovery import shard_copy
 from tests.helpers.orders import fingerprint
 
 N = 10

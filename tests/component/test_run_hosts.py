@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes.host_entry import LEASE_S, HostEntry
-from lightning_asgd.processes.run_finder import RunFinder
-from lightning_asgd.processes.run_host import Action, RunHost
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.hosting.host_entry import LEASE_S, HostEntry
+from lightning_asgd.hosting.run_finder import RunFinder
+from lightning_asgd.hosting.run_host import Action, RunHost
 
 STEP_S, BEAT_S, LOOK_S = 0.2, 1.0, 0.4
 

@@ -12,15 +12,16 @@ from rich.console import Console
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.cli.status_command import tables
-from lightning_asgd.config import ExchangeConfig, Timeouts
-from lightning_asgd.errors import ServerLostError, WorkerLostError
-from lightning_asgd.layout import Role
-from lightning_asgd.loop.elastic_run import ElasticFleet
-from lightning_asgd.loop.shell import Shell
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.process_name import this_process
-from lightning_asgd.protocol import (
+from lightning_asgd.core.algorithms.config import ExchangeConfig, Timeouts
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.foundation.errors import ServerLostError, WorkerLostError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.process_name import this_process
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.leases.table import Leases
+from lightning_asgd.core.protocol import (
     UNKNOWN,
     Attach,
     Attached,
@@ -43,22 +44,21 @@ from lightning_asgd.protocol import (
     WorkerMetrics,
     WorkerStatus,
 )
-from lightning_asgd.server.lease_table import Leases
-from lightning_asgd.server.membership import Membership
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.status_report import view
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.worker.attachment import Attachment
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.failover_client import FailoverClient
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import Plan
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import Training, run
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.shell import Shell
+from lightning_asgd.core.worker.synchronizer import Training, run
+from lightning_asgd.elastic.attachment import Attachment
+from lightning_asgd.elastic.elastic_run import ElasticFleet
+from lightning_asgd.elastic.status_command import tables
+from lightning_asgd.elastic.status_report import view
+from lightning_asgd.monitor.metrics_board import MetricsBoard
+from lightning_asgd.recovery.failover_client import FailoverClient
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import summary

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Embedding
 
-from lightning_asgd.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
-from lightning_asgd.protocol import FetchRows, Join, Leave, PushRows, TableSpec
-from lightning_asgd.server.served_tables import ServedTables
-from lightning_asgd.server.service import Service
-from lightning_asgd.tables import row_files
-from lightning_asgd.tables.row_store import RowStore, first_values, read_rows
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.row_cache import RowCache
-from lightning_asgd.worker.served_embedding import ServedEmbedding
-from lightning_asgd.worker.table_client import TableClient
-from lightning_asgd.worker.table_clients import TableClients
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
+from lightning_asgd.core.protocol import FetchRows, Join, Leave, PushRows, TableSpec
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.tables.served import row_files
+from lightning_asgd.tables.served.client import TableClient
+from lightning_asgd.tables.served.clients import TableClients
+from lightning_asgd.tables.served.embedding import ServedEmbedding
+from lightning_asgd.tables.served.row_cache import RowCache
+from lightning_asgd.tables.served.row_store import RowStore, first_values, read_rows
+from lightning_asgd.tables.served.server import ServedTables
 
 ROWS, WIDTH = 30, 4
 

@@ -12,9 +12,11 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD, Barrier
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import (
     PROTOCOL,
     Contribution,
     Epoch,
@@ -35,9 +37,7 @@ from lightning_asgd.protocol import (
     StateReport,
     WorkerMetrics,
 )
-from lightning_asgd.server.service import Service
-from lightning_asgd.stats import Verdict
-from lightning_asgd.transports import shared_memory
+from lightning_asgd.core.server.service import Service
 from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)

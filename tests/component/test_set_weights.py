@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from lightning_asgd.algorithms import ASGD, EASGD, Algorithm, DiLoCo, Downpour, StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.loop.participation import Participation
-from lightning_asgd.protocol import ShardState
-from lightning_asgd.worker.collectives import Collectives, Phase
-from lightning_asgd.worker.synchronizer import Synchronizer, run
-from lightning_asgd.worker.worker_setup import newly_trainable, set_up
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.protocol import ShardState
+from lightning_asgd.core.worker.collectives import Collectives, Phase
+from lightning_asgd.core.worker.participation import Participation
+from lightning_asgd.core.worker.setup import newly_trainable, set_up
+from lightning_asgd.core.worker.synchronizer import Synchronizer, run
 from tests.component.test_collectives import together
 
 
@@ -74,7 +74,7 @@ ALGORITHMS = [ASGD("sum"), Downpour(), EASGD(), DiLoCo(), StreamingDiLoCo(parts=
 
 @pytest.mark.parametrize("code", ["bf16", "int8", "topk"])
 def test_a_code_does_not_round_weights_that_are_set(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_asgd.transports.shared_memory.create", lambda *_: None)  # as on another machine
+    monkeypatch.setattr("lightning_asgd.core.calls.shared_memory.create", lambda *_: None)  # as on another machine
 
     def work(collectives: Collectives, rank: int) -> Any:
         module, mine = part(collectives, ASGD(), compression=code)

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import ASGD, Algorithm, Barrier, DelayCompensation, DiLoCo, Downpour, GapAware, SoftSync
-from lightning_asgd.errors import ProtocolError, WorkerLostError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import Exchange, Reply
-from lightning_asgd.server import group_rules
-from lightning_asgd.server.shard import REFUSED_IN_A_ROW, Shard
-from lightning_asgd.server.update_buffers import Buffers
-from lightning_asgd.stats import Verdict
+from lightning_asgd.core.foundation.errors import ProtocolError, WorkerLostError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Exchange, Reply
+from lightning_asgd.core.server import group_rules
+from lightning_asgd.core.server.shard import REFUSED_IN_A_ROW, Shard
+from lightning_asgd.core.server.update_buffers import Buffers
 from tests.helpers.script import bits
 
 GROUPS = (

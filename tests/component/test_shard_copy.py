@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import ASGD, Algorithm
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import Attach, Exchange, InitShard, Policy, Reply, RunMetadata
-from lightning_asgd.server import group_rules, shard_copy
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.shard import Shard
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import Attach, Exchange, InitShard, Policy, Reply, RunMetadata
+from lightning_asgd.core.server import group_rules
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.recovery import shard_copy
 from tests.helpers.algorithms import ON_SERVERS
 from tests.helpers.orders import fingerprint
 

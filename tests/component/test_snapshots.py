@@ -31,9 +31,10 @@ from lightning_asgd.algorithms import (
     Rennala,
     ScaleByStaleness,
 )
-from lightning_asgd.errors import SnapshotError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
+from lightning_asgd.core.foundation.errors import SnapshotError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import (
     Attach,
     Attached,
     Epoch,
@@ -51,10 +52,9 @@ from lightning_asgd.protocol import (
     StateReport,
     StatusRequest,
 )
-from lightning_asgd.server.service import Service
-from lightning_asgd.server.snapshot_store import Snapshot, Snapshots
-from lightning_asgd.server.snapshot_writer import SnapshotWriter
-from lightning_asgd.stats import Verdict
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots
+from lightning_asgd.recovery.snapshot_writer import SnapshotWriter
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
 from tests.component.test_runs import EPOCHS, RunWorld
 from tests.helpers.cluster import summary

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
-from lightning_asgd.ranges import without
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.stream_leases import StreamLeases, leases_of
-from lightning_asgd.worker.lease_client import DataLeases
-from lightning_asgd.worker.lease_plan import ParallelPlan, ReadingPlan, StreamPlan
-from lightning_asgd.worker.parallel_reader import ParallelReader
-from lightning_asgd.worker.session_client import Members
-from lightning_asgd.worker.step_maker import MadeStep, StepMaker, StepOrder
-from lightning_asgd.worker.stream_reader import StreamReader
+from lightning_asgd.core.foundation.errors import ProtocolError, WorkerAwayError
+from lightning_asgd.core.foundation.ranges import without
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import ParallelPlan, ReadingPlan, StreamPlan
+from lightning_asgd.core.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.worker.session_client import Members
+from lightning_asgd.streams.parallel_reader import ParallelReader
+from lightning_asgd.streams.server import StreamLeases, leases_of
+from lightning_asgd.streams.step_maker import MadeStep, StepMaker, StepOrder
+from lightning_asgd.streams.stream_reader import StreamReader
 
 KEY = "fit/0"
 

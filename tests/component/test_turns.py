@@ -10,13 +10,13 @@ import torch
 
 from lightning_asgd import Advanced
 from lightning_asgd.algorithms import DynamicSteps, StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import build_layout
-from lightning_asgd.worker.exchange_period import Schedule, Turns
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import Training, run
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.worker.exchange_period import Schedule, Turns
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.replica_kinds import replica_for
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.synchronizer import Training, run
 from tests.helpers.cluster import Cluster
 
 STEPS = 60

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_asgd.protocol import JointState, Policy, UntrainedState, codec
-from lightning_asgd.protocol.reductions import reduce
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.module_state import persistent_buffers
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.untrained_state import UntrainedTensors, is_statistic
+from lightning_asgd.core.protocol import JointState, Policy, UntrainedState, codec
+from lightning_asgd.core.protocol.reductions import reduce
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.module_state import persistent_buffers
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.untrained_state import UntrainedTensors, is_statistic
 from tests.component.test_collectives import together
 from tests.helpers.cluster import Cluster, run_workers
 from tests.helpers.script import bits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_asgd.errors import WorkerLostError
+from lightning_asgd.core.foundation.errors import WorkerLostError
 from tests.conformance.case import case
 from tests.conformance.lab import SAMPLES, STEPS, WORKERS, Lab, Stream, loss_of
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import SGMCMC, ElasticSGMCMC, Hogwild, LayerWise, StreamingDiLoCo
-from lightning_asgd.optim import SGHMC, SGLD
+from lightning_asgd.sampling.optim import SGHMC, SGLD
 from tests.conformance.lab import STEPS, VARIANCE, Lab, loss_of
 from tests.conformance.pair import DDP, Outcome, Pair
 from tests.conformance.test_battery import check_same_bits

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy, Timeouts
-from lightning_asgd.protocol import UntrainedState
-from lightning_asgd.protocol.reductions import reduce
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.session_client import pickled
+from lightning_asgd.core.protocol import UntrainedState
+from lightning_asgd.core.protocol.reductions import reduce
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.session_client import pickled
 from tests.conformance.lab import Lab
 from tests.conformance.pair import Outcome, Pair
 from tests.helpers.holding import await_file

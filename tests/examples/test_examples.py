@@ -23,7 +23,7 @@ import torchvision
 import yaml
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.monitoring.metric_log import find_log, read
+from lightning_asgd.monitor.metric_log import find_log, read
 from tests.helpers.programs import environment
 from tests.helpers.wandb_file import contents
 from tests.lightning.test_processes import wait_until
@@ -255,7 +255,7 @@ def test_the_quickstart_trains_prints_a_table_and_saves_a_picture(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_monitored_example_ends_with_a_report(tmp_path: Path) -> None:
-    output = run_example(tmp_path, 100, "adapter/asgd_monitor.py", "--fast")
+    output = run_example(tmp_path, 100, "monitor/callback.py", "--fast")
     report = Path(output.splitlines()[-1].removeprefix("Report: "))
     assert report == tmp_path / "results" / "monitor" / "report" / "report.html"
     assert "worker 1" in report.read_text()

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from lightning_asgd.cli.command_line import COMMANDS
-from lightning_asgd.cli.health_command import health
-from lightning_asgd.processes import supervisor
+from lightning_asgd.core.job import supervisor
+from lightning_asgd.elastic.health_command import health
 from tests.helpers import pages
 from tests.test_docs import check_command, commands
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd.islands.island_group import IslandGroup
+from lightning_asgd.islands.group import IslandGroup
 
 __all__ = ["ActorGroup", "Talk"]
 

@@ -28,7 +28,7 @@ from lightning_asgd.algorithms import (
     StaleSynchronous,
     WarmStart,
 )
-from lightning_asgd.algorithms.base import Push
+from lightning_asgd.core.algorithms.base import Push
 
 __all__ = ["EVERY", "ON_SERVERS", "SUM_OF_ROUND"]
 

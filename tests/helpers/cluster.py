@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import Layout, build_layout, dense
-from lightning_asgd.protocol import InitShard, Join
-from lightning_asgd.server.service import Service
-from lightning_asgd.stats import ExchangeStats
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.replica_kinds import replica_for
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
-from lightning_asgd.worker.synchronizer import OwnData, Training, WorkFeed, run
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.layout import Layout, build_layout, dense
+from lightning_asgd.core.foundation.stats import ExchangeStats
+from lightning_asgd.core.protocol import InitShard, Join
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.replica_kinds import replica_for
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.core.worker.synchronizer import OwnData, Training, WorkFeed, run
 
 T = TypeVar("T")
 SESSION = "test"

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_asgd.errors import WorkerAwayError
-from lightning_asgd.protocol import Epoch, LeaseGrant, LeaseRequest
-from lightning_asgd.ranges import common, merged, without
-from lightning_asgd.server.pending_replies import Completion
-from lightning_asgd.server.self_scheduling import Load, finish_s
+from lightning_asgd.core.foundation.errors import WorkerAwayError
+from lightning_asgd.core.foundation.ranges import common, merged, without
+from lightning_asgd.core.leases.self_scheduling import Load, finish_s
+from lightning_asgd.core.protocol import Epoch, LeaseGrant, LeaseRequest
+from lightning_asgd.core.server.pending_replies import Completion
 
 __all__ = ["LinearLeases"]
 

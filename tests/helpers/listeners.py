@@ -80,7 +80,7 @@ def check_listeners(processes: Mapping[int, Collection[str]], transport: str, *a
 def roles_of(process: psutil.Process) -> list[str]:
     """Those of a process that a job has started beside its workers."""
     command = process.cmdline()
-    if process.name() == FORKED or "lightning_asgd.server.server_process" in command:
+    if process.name() == FORKED or "lightning_asgd.core.server.process" in command:
         return ["each server"]
     return ["`lightning-asgd serve`"] if "serve" in command else []
 

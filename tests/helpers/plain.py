@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from lightning_asgd import AsyncSGD
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports.inprocess import InProcessTransport
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.server.service import Service
 
 __all__ = ["Counts", "Run", "Shards", "numbered"]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.futures import Future
 
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.worker import connection
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.worker import connection
 
 
 @dataclass

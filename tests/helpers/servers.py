@@ -14,10 +14,10 @@ from unittest import mock
 import psutil
 
 import lightning_asgd
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.server.server_process import ServerArguments, ServerSettings
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.server.process import ServerArguments, ServerSettings
 
 START_S = 50.0
 FORKED = "server_process"  # the name that tests/helpers/lean gives a forked one
@@ -41,7 +41,7 @@ class ServerProcess:
         arguments = ServerArguments(settings, name, self._key, host, port, os.getpid())
         path = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "lightning_asgd.server.server_process", arguments.to_json()],
+            [sys.executable, "-m", "lightning_asgd.core.server.process", arguments.to_json()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -77,6 +77,6 @@ def servers_of(pid: int) -> list[psutil.Process]:
     # By age: after thousands of processes their numbers begin again, and a younger one may have the lower number.
     for process in sorted(psutil.Process(pid).children(), key=psutil.Process.create_time):
         with contextlib.suppress(psutil.Error):  # the process has ended
-            if process.name() == FORKED or "lightning_asgd.server.server_process" in process.cmdline():
+            if process.name() == FORKED or "lightning_asgd.core.server.process" in process.cmdline():
                 found.append(process)
     return found

@@ -97,7 +97,7 @@ class Turns:
             raise _Over
 
     def done_within(self, future: Future[Any], seconds: float) -> bool:
-        """Stands in for :func:`lightning_asgd.worker.connection.done_within`; here nothing takes too long."""
+        """Stands in for :func:`lightning_asgd.core.worker.connection.done_within`; here nothing takes too long."""
         if not future.done():
             self.wait_until(future.done)
         return True

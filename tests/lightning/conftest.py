@@ -11,8 +11,7 @@ import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork
 
-from lightning_asgd.processes import supervisor
-from lightning_asgd.transports import registry
+from lightning_asgd.core.job import registry, supervisor
 from tests.helpers.programs import environment, forking_servers
 
 

@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.timing import TrainingStep
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.plan.timing import TrainingStep
 from tests.lightning.models import Regression, loader, trainer
 from tests.lightning.test_runs import address_of_run, serve
 

@@ -20,10 +20,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_asgd import Advanced, ASGDStrategy, AsyncSGD, FabricASGDStrategy, Timeouts
-from lightning_asgd.adapter.unattached import _UNNEEDED
 from lightning_asgd.algorithms import ASGD, EASGD, LocalSGD, recipe
 from lightning_asgd.compression import Float4, TopK
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.unattached import _UNNEEDED
 
 PACKAGES = ("pytorch_lightning", "lightning.pytorch")
 KINDS = (ASGDStrategy, FabricASGDStrategy, AsyncSGD)

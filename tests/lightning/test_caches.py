@@ -12,8 +12,8 @@ import pytest
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Subset
 
-from lightning_asgd.adapter import partitioned_caches
-from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.caches import partitioned_caches
+from lightning_asgd.caches.cache import CachedDataset
 from tests.helpers.listeners import check, sockets
 from tests.lightning.models import loader, trainer
 from tests.lightning.test_data import BATCH, ONCE, SAMPLES, Numbered, Seen, Watching, strategy

@@ -17,8 +17,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.adapter.checkpointing import KEY, Resumption, entry_of
 from lightning_asgd.algorithms import ASGD, Downpour, Hogwild, SoftSync
+from lightning_asgd.core.lightning.checkpointing import KEY, Resumption, entry_of
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 
 

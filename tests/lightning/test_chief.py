@@ -21,8 +21,8 @@ from pytorch_lightning.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.chief import take_over
 from lightning_asgd.algorithms import ASGD
+from lightning_asgd.replacement.chief import take_over
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 from tests.lightning.test_processes import Signpost, alive, epochs, training, wait_until, worker_of
 

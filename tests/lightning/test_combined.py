@@ -12,7 +12,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Subset
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import Timeouts
+from lightning_asgd.core.algorithms.config import Timeouts
 from tests.lightning.models import loader, trainer
 from tests.lightning.test_data import BATCH, SAMPLES, Numbered, Seen, Watching, strategy
 from tests.lightning.test_streams import Counting

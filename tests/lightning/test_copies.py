@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.asgd_monitor import ASGDMonitor
+from lightning_asgd.monitor.callback import ASGDMonitor
 
 HOOKS = ("on_train_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end")
 

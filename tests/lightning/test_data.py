@@ -424,7 +424,7 @@ def test_what_cannot_be_leased_is_split_and_says_so_once(
 
     log = logging.getLogger("pytorch_lightning.utilities.rank_zero")
     monkeypatch.setattr(log, "handlers", [logging.FileHandler(tmp_path / "log")])
-    ours = logging.getLogger("lightning_asgd.adapter.fixed_split")
+    ours = logging.getLogger("lightning_asgd.programs.fixed_split")
     monkeypatch.setattr(ours, "handlers", [logging.FileHandler(tmp_path / "warnings")])
     caplog.set_level(logging.INFO, log.name)
     trainer(tmp_path, strategy(), max_epochs=2).fit(Any_(), data())

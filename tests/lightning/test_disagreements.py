@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import network
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 from tests.helpers.programs import environment
 
 REASON = network.available()
@@ -118,7 +118,7 @@ def check(nodes: list[Node], texts: tuple[str, str], *, both_end: bool) -> None:
 def another_version(folder: Path) -> str:
     """A path on which another version of the library is found first, whose messages differ."""
     shutil.copytree(ROOT / "lightning_asgd", folder / "other" / "lightning_asgd")
-    messages = folder / "other" / "lightning_asgd" / "protocol" / "session_messages.py"
+    messages = folder / "other" / "lightning_asgd" / "core" / "protocol" / "session.py"
     old, number = messages.read_text(), r"(?m)^PROTOCOL = \d+$"
     assert re.search(number, old)
     messages.write_text(re.sub(number, "PROTOCOL = 1000", old).replace("world_size: int", "workers_of_session: int"))

@@ -20,12 +20,12 @@ from pytorch_lightning.plugins.environments import SLURMEnvironment
 from torch import nn
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.adapter import private_names
-from lightning_asgd.adapter.engine_signals import defer_requeueing, heed_engine, requeueing_of
-from lightning_asgd.adapter.fit_session import FitSession
-from lightning_asgd.adapter.joint_decisions import Sigterm
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.replica import Replica
+from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.lightning.fit_session import FitSession
+from lightning_asgd.core.lightning.joint_decisions import Sigterm
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.replica import Replica
+from lightning_asgd.engines.signals import defer_requeueing, heed_engine, requeueing_of
 from tests.lightning.models import Recorder, Regression, digest, loader
 from tests.lightning.models import trainer as trainer_of
 

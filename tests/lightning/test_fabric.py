@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asgd import FabricASGDStrategy
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from tests.helpers.plain import Counts, Run, Shards, numbered
 from tests.helpers.programs import environment
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 from tests.helpers.holding import await_file
 from tests.lightning.test_runs import SECRET, address_of_run, attach
 

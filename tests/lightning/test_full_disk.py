@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 from tests.helpers.holding import await_file
 from tests.helpers.ports import free_port
 from tests.lightning.test_processes import wait_until

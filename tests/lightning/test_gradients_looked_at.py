@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 
 from lightning_asgd import ASGDMonitor
-from lightning_asgd.adapter.class_trees import looks_at_gradients
+from lightning_asgd.core.lightning.class_trees import looks_at_gradients
 
 
 def module_of(tree: Any, *callbacks: Any) -> Any:

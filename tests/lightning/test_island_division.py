@@ -17,10 +17,10 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.adapter import world
-from lightning_asgd.adapter.island_division import size_of_islands
 from lightning_asgd.algorithms import LayerWise
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.islands.division import size_of_islands
+from lightning_asgd.world import ranks as world
 from tests.helpers.listeners import check_listeners
 from tests.helpers.programs import environment
 from tests.helpers.servers import servers_of

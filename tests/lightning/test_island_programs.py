@@ -14,9 +14,9 @@ from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.checkpointing import KEY
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.checkpointing import KEY
 from tests.helpers.holding import release
 from tests.lightning import test_islands
 from tests.lightning.models import trainer

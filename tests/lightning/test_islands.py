@@ -21,12 +21,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_asgd import Advanced, ASGDStrategy, Timeouts
-from lightning_asgd.adapter import data_mode
-from lightning_asgd.adapter.data_mode import why_not_shared
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning import data_mode
+from lightning_asgd.core.lightning.data_mode import why_not_shared
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.ports import free_port
 from tests.helpers.programs import environment

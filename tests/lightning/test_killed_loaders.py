@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.worker.session_client import HeartbeatThread
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.worker.session_client import HeartbeatThread
 from tests.helpers.programs import environment
 from tests.lightning.models import Regression
 from tests.lightning.test_processes import wait_until

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.adapter import launchers
-from lightning_asgd.environment import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.environment import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning import launchers
 from tests.helpers.programs import environment
 from tests.lightning.models import Recorder, Regression, digest, loader, trainer
 from tests.lightning.test_processes import check_finished, start

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.processes.host_entry import LONGEST_S
+from lightning_asgd.hosting.host_entry import LONGEST_S
 from tests.helpers.holding import hold, release
 from tests.helpers.servers import servers_of
 from tests.lightning.test_processes import wait_until

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.asgd_monitor import log_folder
+from lightning_asgd.monitor.callback import log_folder
 
 
 @pytest.mark.parametrize(

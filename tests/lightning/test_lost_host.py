@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.counts import Counts
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.monitoring.metric_log import read
+from lightning_asgd.monitor.metric_log import read
 from tests.helpers.ports import free_port
 from tests.lightning.test_processes import wait_until
 

@@ -19,11 +19,11 @@ from torch import nn
 
 import lightning_asgd
 from lightning_asgd import ASGDMonitor, ASGDStrategy
-from lightning_asgd.adapter.asgd_monitor import _loss
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.loop.batch_units import samples_in
-from lightning_asgd.monitoring.metric_definitions import METRICS
-from lightning_asgd.monitoring.metric_log import find_log, read
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.monitor.callback import _loss
+from lightning_asgd.monitor.metric_definitions import METRICS
+from lightning_asgd.monitor.metric_log import find_log, read
+from lightning_asgd.programs.batch_units import samples_in
 from lightning_asgd.report.faults import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 from tests.helpers.ports import free_port
 from tests.helpers.programs import environment
 from tests.lightning.models import Regression, loader, trainer
@@ -155,7 +155,7 @@ else:
 
 ENDS = """
 import atexit, time
-from lightning_asgd.errors import ProtocolError
+from lightning_asgd.core.foundation.errors import ProtocolError
 atexit.register(lambda: Path(f"end-{trainer.global_rank}").touch())
 
 class Fails(pl.Callback):
@@ -169,7 +169,7 @@ if trainer.global_rank == 1:
     raise KeyError("after the fit")
 if "after" in sys.argv:  # rank 0 lives on, and learns of the other's end
     import psutil
-    from lightning_asgd.processes import supervisor
+    from lightning_asgd.core.job import supervisor
     trainer.strategy.barrier()
     servers = supervisor.current().server_pids
     def runs(process):

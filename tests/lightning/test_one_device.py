@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.adapter.checkpointing import KEY
 from lightning_asgd.algorithms import ASGD, Hogwild, LayerWise, LocalSGD
+from lightning_asgd.core.lightning.checkpointing import KEY
 from tests.component.test_exchange import NEEDS_SHARED_MEMORY
 from tests.conformance import optimization
 from tests.conformance.case import CASES

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_asgd import ASGDStrategy, Timeouts
-from lightning_asgd.adapter.checkpointing import KEY
+from lightning_asgd.core.lightning.checkpointing import KEY
 from tests.lightning.models import loader
 
 BOTH = ("pytorch_lightning", "lightning.pytorch")

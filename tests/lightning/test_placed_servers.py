@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 from tests.helpers.ports import free_port
 from tests.helpers.servers import servers_of
 from tests.lightning.test_lost_host import Tell, WithTest

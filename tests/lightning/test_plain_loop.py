@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from lightning_asgd import ASGDStrategy, AsyncSGD, Timeouts
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.listeners import check_listeners
 from tests.helpers.plain import Counts, Run, Shards, numbered

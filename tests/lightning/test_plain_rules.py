@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from lightning_asgd import Advanced, AsyncSGD
 from lightning_asgd.algorithms import ASGD, LayerWise
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from tests.helpers.plain import Counts, numbered
 from tests.helpers.ports import free_port
 from tests.lightning.test_runs import to_file

@@ -22,7 +22,7 @@ import torch
 
 from lightning_asgd import Advanced, ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import Downpour
-from lightning_asgd.transports import registry
+from lightning_asgd.core.job import registry
 from tests.helpers.lean import forked_servers
 from tests.helpers.listeners import check_listeners
 from tests.helpers.programs import environment
@@ -399,7 +399,7 @@ def test_torch_without_rpc_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_server_that_cannot_start_shows_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.processes import supervisor
+    from lightning_asgd.core.job import supervisor
 
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
     registry.release()

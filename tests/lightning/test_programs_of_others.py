@@ -14,8 +14,8 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.loop_counters import BatchSchedules
-from lightning_asgd.worker.lease_client import DataLeases
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.lightning.loop_counters import BatchSchedules
 from tests.lightning.models import Regression, dataset, digest, loader, trainer
 
 

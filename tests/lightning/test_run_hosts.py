@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.processes.host_entry import LONGEST_S
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.hosting.host_entry import LONGEST_S
 from tests.helpers.holding import hold, release
 from tests.helpers.ports import free_port
 from tests.lightning.test_processes import wait_until
@@ -82,7 +82,7 @@ def test_a_host_that_joins_another_run_is_refused(
     try:
         address = address_of_run(tmp_path)
         monkeypatch.setenv(SECRET_ENV, SECRET)
-        monkeypatch.setattr("lightning_asgd.cli.serve_command._signals", list)  # they are pytest's
+        monkeypatch.setattr("lightning_asgd.elastic.serve_command._signals", list)  # they are pytest's
         place = address.partition("/")[0]
         assert main(["serve", "127.0.0.1:0/other", "--transport=rpc", f"--join={place}"]) == 1
         told = capsys.readouterr().err

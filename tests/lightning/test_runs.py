@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from lightning_asgd import Advanced, ASGDStrategy, Timeouts
-from lightning_asgd.adapter.checkpointing import follow_progress
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError, LayoutMismatchError
+from lightning_asgd.core.lightning.checkpointing import follow_progress
 from tests.helpers.holding import Gate, hold, release
 from tests.helpers.listeners import check_listeners
 from tests.helpers.ports import free_port

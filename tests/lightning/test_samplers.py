@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Weighte
 from torch.utils.data.distributed import DistributedSampler as TorchsSampler
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.processes import supervisor
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.job import supervisor
 from tests.lightning.models import Regression, loader, trainer
 
 SAMPLES, BATCH = 96, 4

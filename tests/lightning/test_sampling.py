@@ -12,8 +12,8 @@ import torch
 
 from lightning_asgd import Advanced, ASGDStrategy, averaged_prediction
 from lightning_asgd.algorithms import SGMCMC
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.optim import SGHMC
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.sampling.optim import SGHMC
 from tests.lightning.models import Regression, dataset, loader, trainer
 
 

@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, AsyncSGD, ServedEmbedding
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 from tests.helpers.servers import servers_of
 from tests.lightning.models import trainer
 

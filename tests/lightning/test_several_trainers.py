@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 import torch
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.environment import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError, LaunchError
+from lightning_asgd.core.foundation.environment import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
 from tests.lightning.models import digest, loader
 from tests.lightning.test_neighbours import check, run
 

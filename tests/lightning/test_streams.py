@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import Timeouts
+from lightning_asgd.core.algorithms.config import Timeouts
 from tests.lightning.models import dataset, loader, trainer
 from tests.lightning.test_data import BATCH, ONCE, SAMPLES, Seen, Watching
 

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import network
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.config import SECRET_ENV
+from lightning_asgd.core.algorithms.config import SECRET_ENV
 from tests.helpers.listeners import check_listeners, listening
 from tests.lightning import test_runs as runs
 from tests.lightning.test_processes import check_finished, start, training, wait_until

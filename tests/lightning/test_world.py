@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterDataPipe
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import CollectiveUnavailableError
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import CollectiveUnavailableError
 from tests.helpers.holding import await_file
 from tests.helpers.ports import free_port
 from tests.lightning.models import Regression, digest, loader, trainer

@@ -109,7 +109,7 @@ def _level(call: ast.Call, module: str) -> str:
         return "info"
     if name in _PYTHON_WARNS:
         return next((ast.unparse(each) for each in call.args if ast.unparse(each).endswith("Warning")), "UserWarning")
-    if module.startswith("server.") and name in _EVENTS:
+    if module.startswith(("core.server.", "elastic.", "recovery.")) and name in _EVENTS:
         return "warning"
     if last == "write" and "sys.std" in owner:
         return " or ".join(re.findall(r"sys\.(std\w+)", owner))

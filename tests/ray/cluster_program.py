@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
-from lightning_asgd.errors import ASGDError, LaunchError
+from lightning_asgd.core.foundation.errors import ASGDError, LaunchError
 from lightning_asgd.ray import ASGDTrainer, ReportCallback, get_checkpoint, report_metrics
 
 SAMPLES, EPOCHS, PROCESSES = 300, 2, 3

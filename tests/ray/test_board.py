@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.ray import ASGDTrainer, get_checkpoint, report_metrics, run_members
 from lightning_asgd.ray.actors import Board
 from lightning_asgd.ray.reports import Storage

@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("cluster_program.py")
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    # At Ray's own niceness of 15 its processes hardly run beside the other groups of tests.
+    # At Ray's own niceness of 15 its processes hardly run beside other tests.
     about = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     variables = environment(lean=False, MARKER=str(os.getpid()), **about)
     done = subprocess.run([sys.executable, str(PROGRAM)], env=variables, capture_output=True, timeout=560)

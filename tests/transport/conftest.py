@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import tensorpipe
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.rpc_transport import RpcTransport
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.transports.zmq_transport import ZmqTransport
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.transports.rpc import tensorpipe
+from lightning_asgd.transports.rpc.transport import RpcTransport
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.helpers.servers import SECRET, ServerProcess
 
 _sessions = itertools.count()

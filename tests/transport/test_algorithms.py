@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import Exchange, InitShard, Join
-from lightning_asgd.server.shard import Shard
-from lightning_asgd.worker.connection import done_within
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import Exchange, InitShard, Join
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.core.worker.connection import done_within
 from tests.helpers.algorithms import ON_SERVERS
 from tests.helpers.script import bits
 from tests.transport.conftest import Link

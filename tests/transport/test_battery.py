@@ -14,23 +14,14 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.protocol import (
-    Contribution,
-    Exchange,
-    Failure,
-    InitShard,
-    Join,
-    Joined,
-    Leave,
-    Reply,
-)
-from lightning_asgd.stats import Verdict
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Contribution, Exchange, Failure, InitShard, Join, Joined, Leave, Reply
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection, done_within
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
 from tests.helpers.cluster import layout_of_floats, prepare, run_workers
 from tests.helpers.script import bits
 from tests.transport.conftest import Link

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import network
-from lightning_asgd.transports import tensorpipe
+from lightning_asgd.transports.rpc import tensorpipe
 
 REASON = network.available()
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 
 OUT_S = 1.5
 SERVER = """
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports.rpc import transport as rpc_transport
 print("ready", flush=True)
 input()
 server = rpc_transport.RpcServer(lambda message: message + 1, "server", "veth-a")
@@ -32,7 +32,7 @@ input()
 server.close()
 """
 CLIENT = """
-from lightning_asgd.transports import rpc_transport
+from lightning_asgd.transports.rpc import transport as rpc_transport
 transport = rpc_transport.RpcTransport([input()], "veth-b")
 print("ready", flush=True)
 input()
@@ -46,8 +46,8 @@ transport.close()
 PULLED = """
 import contextlib
 import os
-from lightning_asgd.server import server_process
-from lightning_asgd.transports import tensorpipe
+from lightning_asgd.core.server import process as server_process
+from lightning_asgd.transports.rpc import tensorpipe
 class Told:
     connect = classmethod(lambda cls, *about, **more: contextlib.nullcontext(cls()))
     def put(self, key, about):

@@ -12,14 +12,14 @@ from urllib.parse import urlparse
 import psutil
 import pytest
 
-from lightning_asgd.protocol import Joined
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.rpc_transport import RpcTransport
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.connection import Connection
-from lightning_asgd.worker.session_client import SessionClient
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import Joined
+from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.transports.rpc.transport import RpcTransport
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.helpers.servers import SECRET, ServerProcess
 
 IDLE = 1500

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.transports import job_secret, zmq_sockets
-from lightning_asgd.transports.job_secret import LARGEST_ENTRY, given, key_for, provide, seal, unseal
-from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.core.job import secret as job_secret
+from lightning_asgd.core.job.rendezvous import Rendezvous, successor_of
+from lightning_asgd.core.job.secret import LARGEST_ENTRY, given, key_for, provide, seal, unseal
+from lightning_asgd.transports.zmq import sockets as zmq_sockets
 
 SECRET = "known to this job only"
 VALUES: list[Any] = [None, 1, "text", ["server/0"], {"address": "tcp://1.2.3.4:5", "pid": 3}, {"error": "gone"}]

@@ -19,18 +19,20 @@ import psutil
 import pytest
 
 from benchmarks.tunnel import Tunnel
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError, ServerLostError
-from lightning_asgd.process_name import this_network
-from lightning_asgd.protocol import Heartbeat
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import gateway, registry, rendezvous, zmq_transport
-from lightning_asgd.transports.addresses import LOOPBACK, ServerAddress, listen, listens
-from lightning_asgd.transports.rendezvous import Rendezvous, successor_of
-from lightning_asgd.transports.transport import Transport
-from lightning_asgd.transports.zmq_server import ZmqServer
-from lightning_asgd.transports.zmq_store import HostedZmqStore
-from lightning_asgd.transports.zmq_transport import ZmqTransport
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.errors import LaunchError, ServerLostError
+from lightning_asgd.core.foundation.process_name import this_network
+from lightning_asgd.core.job import registry, rendezvous
+from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress, listen, listens
+from lightning_asgd.core.job.rendezvous import Rendezvous, successor_of
+from lightning_asgd.core.protocol import Heartbeat
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.one_port import gateway
+from lightning_asgd.transports.zmq import transport as zmq_transport
+from lightning_asgd.transports.zmq.server import ZmqServer
+from lightning_asgd.transports.zmq.store import HostedZmqStore
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.helpers.servers import SECRET
 from tests.transport.test_rpc import client_of
 
@@ -366,7 +368,7 @@ def test_nothing_is_left_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
 
 MAIN = """
 import os, signal, socket, sys
-from lightning_asgd.transports.gateway import Gateway
+from lightning_asgd.one_port.gateway import Gateway
 listener = socket.create_server(("127.0.0.1", 0))
 behind = socket.create_server(("127.0.0.1", 0))
 made = Gateway(listener, behind.getsockname()[1])

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.data_stalls.cache import CachedDataset
-from lightning_asgd.data_stalls.peer_caches import TRANSPORT, CacheServer, PeerCaches
-from lightning_asgd.data_stalls.sample_cache import SampleCache
-from lightning_asgd.transports.registry import kind_of
-from lightning_asgd.transports.transport import answer_within
+from lightning_asgd.caches.cache import CachedDataset
+from lightning_asgd.caches.peer_caches import TRANSPORT, CacheServer, PeerCaches
+from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import answer_within
+from lightning_asgd.core.job.registry import kind_of
 from tests.helpers.servers import SECRET
 
 SAMPLES = 40

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import torch
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.loop import job_address
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK, interface_of, local_address_towards
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.transport import CallTimeoutError
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import CallTimeoutError
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.core.job import address as job_address
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.addresses import LOOPBACK, interface_of, local_address_towards
+from lightning_asgd.core.job.rendezvous import Rendezvous
 from tests.helpers.ports import free_port
 from tests.helpers.servers import SECRET
 

@@ -17,15 +17,16 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.errors import ServerLostError
-from lightning_asgd.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest, OpenEpoch
-from lightning_asgd.transports import rpc_transport, tensorpipe
-from lightning_asgd.transports.rpc_transport import RpcServer
-from lightning_asgd.transports.transport import CallTimeoutError, Transport
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.calls.transport import CallTimeoutError, Transport
+from lightning_asgd.core.foundation.errors import ServerLostError
+from lightning_asgd.core.protocol import Contribution, Epoch, Exchange, Heartbeat, Joined, LeaseRequest, OpenEpoch
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection, done_within
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.transports.rpc import tensorpipe
+from lightning_asgd.transports.rpc import transport as rpc_transport
+from lightning_asgd.transports.rpc.transport import RpcServer
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.idle import idle_cpu_s
 from tests.helpers.servers import ServerProcess

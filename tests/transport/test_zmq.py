@@ -17,21 +17,21 @@ import torch
 import zmq
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError, ProtocolError, ServerLostError
-from lightning_asgd.protocol import Attach, Contribution, Exchange, Heartbeat, StatusRequest, codec
-from lightning_asgd.server.service import Service
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.transport import CallTimeoutError
-from lightning_asgd.transports.zmq_server import ZmqServer
-from lightning_asgd.transports.zmq_sockets import keys_of
-from lightning_asgd.transports.zmq_transport import ZmqTransport
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.connection import Connection, done_within
-from lightning_asgd.worker.session_client import SessionClient
-from lightning_asgd.worker.shard_client import ShardClient
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.transport import CallTimeoutError
+from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError, ServerLostError
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.addresses import LOOPBACK
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.protocol import Attach, Contribution, Exchange, Heartbeat, StatusRequest, codec
+from lightning_asgd.core.server.service import Service
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection, done_within
+from lightning_asgd.core.worker.session_client import SessionClient
+from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.transports.zmq.server import ZmqServer
+from lightning_asgd.transports.zmq.sockets import keys_of
+from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.helpers.cluster import layout_of_floats
 from tests.helpers.idle import idle_cpu_s
 from tests.helpers.servers import SECRET, ServerProcess

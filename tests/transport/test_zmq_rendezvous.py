@@ -21,18 +21,18 @@ import pytest
 import torch
 import zmq
 
-from lightning_asgd.cli.serve_command import _entry
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import CollectiveUnavailableError, LaunchError, ProtocolError
-from lightning_asgd.loop import job_address
-from lightning_asgd.loop.training_job import TrainingJob
-from lightning_asgd.processes.host_entry import LEASE_S
-from lightning_asgd.processes.run_finder import RunFinder
-from lightning_asgd.transports import registry, rendezvous
-from lightning_asgd.transports.addresses import LOOPBACK
-from lightning_asgd.transports.job_secret import LARGEST_ENTRY
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.transports.zmq_sockets import keys_of
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import CollectiveUnavailableError, LaunchError, ProtocolError
+from lightning_asgd.core.job import address as job_address
+from lightning_asgd.core.job import registry, rendezvous
+from lightning_asgd.core.job.addresses import LOOPBACK
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.job.secret import LARGEST_ENTRY
+from lightning_asgd.core.job.training_job import TrainingJob
+from lightning_asgd.elastic.serve_command import _entry
+from lightning_asgd.hosting.host_entry import LEASE_S
+from lightning_asgd.hosting.run_finder import RunFinder
+from lightning_asgd.transports.zmq.sockets import keys_of
 from tests.helpers.idle import idle_cpu_s
 from tests.helpers.servers import SECRET
 

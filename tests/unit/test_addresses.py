@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from lightning_asgd.environment import run_place, server_address
-from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.transports.addresses import (
+from lightning_asgd.core.foundation.environment import run_place, server_address
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
+from lightning_asgd.core.job.addresses import (
     LOOPBACK,
     ServerAddress,
     interface_of,

@@ -20,9 +20,9 @@ from lightning_asgd.algorithms import (
     GapAware,
     StaleSynchronous,
 )
-from lightning_asgd.algorithms.base import Push, Table
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.server.group_rules import GroupRules
+from lightning_asgd.core.algorithms.base import Push, Table
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.server.group_rules import GroupRules
 
 
 def apply(rule: ASGD, weights: torch.Tensor, update: torch.Tensor, live: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def apply(rule: ASGD, weights: torch.Tensor, update: torch.Tensor, live: int) ->
 
 
 def test_example_in_the_docstring_runs() -> None:
-    result = doctest.testmod(importlib.import_module("lightning_asgd.algorithms.asgd"))
+    result = doctest.testmod(importlib.import_module("lightning_asgd.core.algorithms.asgd"))
     assert result.attempted >= 3
     assert result.failed == 0
 
@@ -40,7 +40,7 @@ def test_example_in_the_docstring_runs() -> None:
 def test_docstring_tells_state_staleness_and_sources() -> None:
     for heading in ("Args:", "State:", "Staleness:", "Example:"):
         assert heading in (inspect.getdoc(ASGD) or "")
-    module = importlib.import_module("lightning_asgd.algorithms.asgd").__doc__ or ""
+    module = importlib.import_module("lightning_asgd.core.algorithms.asgd").__doc__ or ""
     assert "References:" in module
     assert "Departures:" in module
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd.data_stalls.batch_board import NUMBERS, BatchBoard, Program
+from lightning_asgd.caches.batch_board import NUMBERS, BatchBoard, Program
 
 PATIENCE_MS = 1000
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_asgd import Advanced, ASGDStrategy
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.loop.batch_units import counter_of, samples_in, tokens_in
-from lightning_asgd.worker.trained_units import TrainedUnits
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.programs.batch_units import counter_of, samples_in, tokens_in
+from lightning_asgd.programs.trained_units import TrainedUnits
 
 
 @dataclass

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lightning_asgd.data_stalls import cache
-from lightning_asgd.data_stalls.cache import CachedDataset
-from lightning_asgd.data_stalls.named_memory import name_of
-from lightning_asgd.data_stalls.sample_cache import SampleCache
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.caches import cache
+from lightning_asgd.caches.cache import CachedDataset
+from lightning_asgd.caches.named_memory import name_of
+from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 
 class Counted:
@@ -324,7 +324,7 @@ def test_a_view_of_a_large_tensor_takes_as_much_memory_as_it_shows() -> None:
 
 
 def test_a_data_set_of_tensors_has_the_same_name_in_every_process() -> None:
-    code = "import torch\nfrom lightning_asgd.data_stalls.named_memory import name_of\n"
+    code = "import torch\nfrom lightning_asgd.caches.named_memory import name_of\n"
     code += "print(name_of(torch.utils.data.TensorDataset(torch.arange(9.0)), {'a': torch.ones(2)}))"
     names = {subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout for _ in range(2)}
     assert len(names) == 1

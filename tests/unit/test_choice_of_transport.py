@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 from lightning_fabric.plugins.environments import LightningEnvironment
 
-from lightning_asgd.adapter.launchers import surroundings_of
-from lightning_asgd.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
-from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.loop import job_address, training_job
-from lightning_asgd.loop.job_address import Surroundings
-from lightning_asgd.loop.training_job import TrainingJob
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.processes.rank_variables import RANK_VARIABLES
-from lightning_asgd.transports import job_secret, registry
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
+from lightning_asgd.core.job import address as job_address
+from lightning_asgd.core.job import rank_variables, registry, training_job
+from lightning_asgd.core.job import secret as job_secret
+from lightning_asgd.core.job.address import Surroundings
+from lightning_asgd.core.job.rank_variables import RANK_VARIABLES
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.job.training_job import TrainingJob
+from lightning_asgd.core.lightning.launchers import surroundings_of
 
 SECRET = "known to all machines"
 OWN_ENV = "LIGHTNING_ASGD_OWN_SECRET"

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_asgd.algorithms import EASGD, SparseLoCo
 from lightning_asgd.compression.code_choice import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 COSTS = [
     NO_CODE,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytorch_lightning.utilities import CombinedLoader
 
-from lightning_asgd.adapter.combined_data import combined_batches
+from lightning_asgd.combined.combined_data import combined_batches
 
 
 class Part(list[int]):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.cli import serve_command
 from lightning_asgd.cli.command_line import COMMANDS, main
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.elastic import serve_command
 from tests.helpers.ports import free_port
 from tests.helpers.servers import SECRET
 

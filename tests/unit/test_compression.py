@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_asgd.algorithms import EASGD, SGMCMC, Hogwild
-from lightning_asgd.codec_streams import SyncPointCodec, Updates, Weights
 from lightning_asgd.compression import Cast, Compression, Int2, Int8, TopK, find_compression
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import nbytes
+from lightning_asgd.compression.streams import SyncPointCodec, Updates, Weights
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import nbytes
 
 CODES = [Cast("bfloat16"), Cast("float16"), Int8(), Int8(7), TopK(0.05), TopK(0.5)]
 GROUPS = [(Role.PARAMETER, "float32", 1000), (Role.PARAMETER, "bfloat16", 3), (Role.PARAMETER, "complex64", 2)]

@@ -10,8 +10,8 @@ import pytest
 
 from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.algorithms import ASGD, DropStale, GapAware, Quorum, SoftSync, StreamingDiLoCo
-from lightning_asgd.config import ExchangeConfig, Timeouts
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.config import ExchangeConfig, Timeouts
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 NOT_POSITIVE_INTEGERS = [0, -1, 1.5, 10.0, True, False, "10", float("nan"), float("inf"), [10]]
 

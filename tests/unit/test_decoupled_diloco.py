@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD, DecoupledDiLoCo, DiLoCo, LocalSGD, Quorum, RadialDirectional
-from lightning_asgd.algorithms.base import Push, Table
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.base import Push, Table
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 
 def merged(updates: list[Tensor], weights: list[float] | None = None, tensor: str = "layer") -> Tensor:

@@ -16,11 +16,12 @@ import pytest
 from lightning_asgd.cli import doctor_command, machine_checks
 from lightning_asgd.cli.command_line import main
 from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.processes.rank_variables import RANK_VARIABLES
-from lightning_asgd.protocol import PROTOCOL
-from lightning_asgd.transports import job_facts, registry
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.job import facts as job_facts
+from lightning_asgd.core.job import registry
+from lightning_asgd.core.job.rank_variables import RANK_VARIABLES
+from lightning_asgd.core.protocol import PROTOCOL
 
 REQUIRED = [
     "torch>=2.6",
@@ -274,8 +275,8 @@ def test_what_two_machines_disagree_about(
 
 
 def test_lightning_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.adapter import name_check, private_names
-    from lightning_asgd.adapter.class_trees import TREES
+    from lightning_asgd.core.lightning import name_check, private_names
+    from lightning_asgd.core.lightning.class_trees import TREES
 
     def lacking(tree: Any, warn: Any) -> None:
         raise ConfigurationError("It lacks `x`. Install another.")

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from lightning_asgd import errors
-from lightning_asgd.errors import ASGDError, ConfigurationError, error_from
+from lightning_asgd.core.foundation import errors
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, error_from
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, ASGDError)]
 

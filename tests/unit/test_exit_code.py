@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lightning_asgd.processes.exit_code import failures
+from lightning_asgd.core.job.exit_code import failures
 
 
 def script(code: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def test_the_script_ends_with_the_code_of_a_worker_that_failed_and_all_else_is_d
     done = script(f"""
 import atexit, subprocess, sys, threading
 atexit.register(print, "registered before")
-from lightning_asgd.processes import exit_code
+from lightning_asgd.core.job import exit_code
 workers = {{1: subprocess.Popen([sys.executable, "-c", {worker!r}])}}
 atexit.register(lambda: exit_code.exit_with(exit_code.failures(workers)))
 atexit.register(print, "registered after")
@@ -46,12 +46,12 @@ sys.stdout.write("no newline at the end")
 def test_an_exception_of_the_script_is_noticed() -> None:
     done = script("""
 import atexit
-from lightning_asgd.processes import exit_code
+from lightning_asgd.core.job import exit_code
 atexit.register(lambda: print(exit_code.is_failing()))
 1 / 0
 """)
     assert (done.returncode, done.stdout) == (1, "True\n")
-    assert script("from lightning_asgd.processes import exit_code; print(exit_code.is_failing())").stdout == "False\n"
+    assert script("from lightning_asgd.core.job import exit_code; print(exit_code.is_failing())").stdout == "False\n"
 
 
 @contextmanager

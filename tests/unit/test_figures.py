@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.monitoring.meter import binned
-from lightning_asgd.monitoring.metric_definitions import METRICS, Window, Windows, bars, measures, staleness
-from lightning_asgd.monitoring.metrics_board import MetricsBoard
-from lightning_asgd.protocol import HeartbeatReply, WorkerMetrics
-from lightning_asgd.protocol.codec import decode, encode
+from lightning_asgd.core.protocol import HeartbeatReply, WorkerMetrics
+from lightning_asgd.core.protocol.codec import decode, encode
+from lightning_asgd.monitor.meter import binned
+from lightning_asgd.monitor.metric_definitions import METRICS, Window, Windows, bars, measures, staleness
+from lightning_asgd.monitor.metrics_board import MetricsBoard
 
 EARLIER = WorkerMetrics(
     **{

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lightning_asgd import Advanced
-from lightning_asgd.adapter.fit_messages import exchanges, rate_advice, start_line
 from lightning_asgd.algorithms import ASGD, SparseLoCo
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.monitoring.fit_summary import FitSummary
-from lightning_asgd.protocol import WorkerMetrics
-from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.stats import ExchangeStats
+from lightning_asgd.core.protocol import WorkerMetrics
+from lightning_asgd.monitor.fit_summary import FitSummary
+from lightning_asgd.programs.fit_messages import exchanges, rate_advice, start_line
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError, ServerLostError
-from lightning_asgd.transports import health
-from lightning_asgd.transports.health import HealthResponder, ask_health
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import LaunchError, ServerLostError
+from lightning_asgd.elastic import health
+from lightning_asgd.elastic.health import HealthResponder, ask_health
 
 HOST = "127.0.0.1"
 

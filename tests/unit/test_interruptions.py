@@ -10,8 +10,8 @@ import pytest
 
 START = """
 import os, signal
-from lightning_asgd.errors import ServerLostError, WorkerLostError
-from lightning_asgd.processes.interruptions import Interruptions
+from lightning_asgd.core.foundation.errors import ServerLostError, WorkerLostError
+from lightning_asgd.core.job.interruptions import Interruptions
 interruptions = Interruptions()
 """
 
@@ -46,7 +46,7 @@ for _ in range({signals}):
 
 @pytest.mark.parametrize("kind", ["WorkerLostError", "ServerLostError"])
 def test_the_loss_of_another_process_is_one_line(kind: str) -> None:
-    assert said(f"raise {kind}('it is gone')") == (1, [f"lightning_asgd.errors.{kind}: it is gone"])
+    assert said(f"raise {kind}('it is gone')") == (1, [f"lightning_asgd.core.foundation.errors.{kind}: it is gone"])
 
 
 def test_other_errors_keep_their_traceback_and_the_programs_hook() -> None:

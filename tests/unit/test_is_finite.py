@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.numerics import MAX_UPDATE, checksum, inner_product, is_finite, is_within_bounds, largest
+from lightning_asgd.core.foundation.numerics import (
+    MAX_UPDATE,
+    checksum,
+    inner_product,
+    is_finite,
+    is_within_bounds,
+    largest,
+)
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BAD = [math.nan, math.inf, -math.inf]

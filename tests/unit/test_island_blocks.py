@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.layout import Layout, build_layout
 from lightning_asgd.islands.blocks import Block, PartLayout, part_layout
-from lightning_asgd.layout import Layout, build_layout
 
 SHAPES = ((), (1,), (7,), (4, 6), (5, 3), (2, 3, 5))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_asgd.algorithms import LayerWise
-from lightning_asgd.algorithms.base import Run
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.worker.late_steps import LateSteps
+from lightning_asgd.core.algorithms.base import Run
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.layerwise.late_steps import LateSteps
 
 
 def stepped(late: LateSteps, optimizer: Any, parameter: torch.Tensor, gradient: float) -> float:

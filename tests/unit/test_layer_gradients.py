@@ -11,10 +11,10 @@ from torch import nn
 from torch.futures import Future
 
 from lightning_asgd.algorithms import LayerWise
-from lightning_asgd.layout import build_layout
-from lightning_asgd.worker import layer_gradients
-from lightning_asgd.worker.layer_gradients import LayerGradients
-from lightning_asgd.worker.synchronizer import Training
+from lightning_asgd.core.foundation.layout import build_layout
+from lightning_asgd.core.worker.synchronizer import Training
+from lightning_asgd.layerwise import layer_gradients
+from lightning_asgd.layerwise.layer_gradients import LayerGradients
 
 
 class Alone:

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.errors import ConfigurationError, LayoutMismatchError
-from lightning_asgd.layout import Layout, Role, build_layout, dtype_from_name, dtype_name
-from lightning_asgd.worker.worker_setup import fragments_of
+from lightning_asgd.core.foundation.errors import ConfigurationError, LayoutMismatchError
+from lightning_asgd.core.foundation.layout import Layout, Role, build_layout, dtype_from_name, dtype_name
+from lightning_asgd.core.worker.setup import fragments_of
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool]

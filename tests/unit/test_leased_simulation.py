@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.algorithms import ASGD, Barrier, Quorum, Transform
-from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, WorkerLostError
 from lightning_asgd.simulation import (
     Constant,
     Crash,

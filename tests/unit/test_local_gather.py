@@ -10,8 +10,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.fabric_strategy import FabricASGDStrategy
-from lightning_asgd.worker.collectives import Collectives, Phase
+from lightning_asgd.core.worker.collectives import Collectives, Phase
+from lightning_asgd.loops.fabric import FabricASGDStrategy
 
 STRATEGIES = [ASGDStrategy, FabricASGDStrategy]
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd.codec_streams import Updates
 from lightning_asgd.compression import Cast, Compression, Float4, Int2, Int8, Sign, TopK, TopTiles, find_compression
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import nbytes
+from lightning_asgd.compression.streams import Updates
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import nbytes
 from tests.unit.test_compression import decoded, vector
 
 LOW = [Float4(), Int2(), Sign(), Float4(8), Int2(24)]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd.monitoring.meter import Meter, Waited
-from lightning_asgd.stats import ExchangeStats
+from lightning_asgd.core.foundation.stats import ExchangeStats
+from lightning_asgd.monitor.meter import Meter, Waited
 
 
 class Scene:

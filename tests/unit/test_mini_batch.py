@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pytorch_lightning import LightningModule
 from torch import nn
 
-from lightning_asgd.layer_profile import profile_step, recompute
-from lightning_asgd.mini_batch import KEPT, RECOMPUTED, StepProfile, Way, choose_ways
-from lightning_asgd.timing import TrainingStep
+from lightning_asgd.plan.layer_profile import profile_step, recompute
+from lightning_asgd.plan.mini_batch import KEPT, RECOMPUTED, StepProfile, Way, choose_ways
+from lightning_asgd.plan.timing import TrainingStep
 
 BYTES = st.integers(0, 1 << 34)
 WAYS = st.lists(st.builds(Way, st.just("some"), st.floats(0, 10), BYTES, BYTES), min_size=1, max_size=3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_asgd.worker.module_state import (
+from lightning_asgd.core.worker.module_state import (
     digest_of,
     fixed_tensors,
     named_state,

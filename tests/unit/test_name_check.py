@@ -15,9 +15,9 @@ import pytest
 import pytorch_lightning
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter import class_trees
-from lightning_asgd.adapter.name_check import check_trainer, check_tree
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning import class_trees
+from lightning_asgd.core.lightning.name_check import check_trainer, check_tree
 from tests.helpers.programs import environment
 
 PACKAGES = {tree.package: tree for tree in class_trees.TREES}
@@ -165,7 +165,7 @@ def test_a_name_is_not_missed_in_releases_before_it_was_there(
 
 
 def test_a_trainer_that_lacks_something_starts_nothing(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_asgd.loop.training_job import TrainingJob
+    from lightning_asgd.core.job.training_job import TrainingJob
 
     monkeypatch.setattr(TrainingJob, "begin", lambda *_, **__: pytest.fail("a job has begun"))
     trainer = trainer_of(pl, strategy=ASGDStrategy(), devices=2)

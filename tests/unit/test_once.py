@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.futures import Future
 
-from lightning_asgd.protocol import Ranks, Reduced, Reply
-from lightning_asgd.stats import Verdict
-from lightning_asgd.transports.reliable_calls import Acknowledgements, EncodedOnce, ReplyCache
-from lightning_asgd.transports.rpc_transport import _encoded
+from lightning_asgd.core.calls.reliable_calls import Acknowledgements, EncodedOnce, ReplyCache
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Ranks, Reduced, Reply
+from lightning_asgd.transports.rpc.transport import _encoded
 
 
 class Clock:

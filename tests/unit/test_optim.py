@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from lightning_asgd import optim
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.sampling import optim
+from lightning_asgd.sampling.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 
 SAMPLERS = [SGLD, PSGLD, SGHMC]
 N = 100  # examples

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_asgd.algorithms import DelayedNesterov, DiLoCo
-from lightning_asgd.algorithms.base import Push
 from lightning_asgd.algorithms.outer_momentum import MOST, Alignment
 from lightning_asgd.algorithms.outer_momentum import capped_factor as factor_of
+from lightning_asgd.core.algorithms.base import Push
 
 
 def capped_factor(momentum: Tensor, update: Tensor, before: float) -> float:

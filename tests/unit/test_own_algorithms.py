@@ -11,8 +11,8 @@ import pytest
 import lightning_asgd
 from lightning_asgd import ASGDStrategy
 from lightning_asgd.algorithms import ASGD, Algorithm, Transform
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.server.server_process import ServerArguments, ServerSettings
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.server.process import ServerArguments, ServerSettings
 
 RULE = Path(lightning_asgd.__file__).parents[1] / "examples" / "own_algorithm" / "clipped_downpour.py"
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_asgd import Advanced
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.worker.exchange_period import Pace, Schedule
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.worker.exchange_period import Pace, Schedule
 
 SECONDS = st.floats(1e-4, 10.0)
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from lightning_asgd.errors import WorkerLostError
-from lightning_asgd.protocol import DisconnectWatch, Failure, LeaseRequest
-from lightning_asgd.server.pending_replies import PendingReplies
+from lightning_asgd.core.foundation.errors import WorkerLostError
+from lightning_asgd.core.protocol import DisconnectWatch, Failure, LeaseRequest
+from lightning_asgd.core.server.pending_replies import PendingReplies
 
 
 def request() -> LeaseRequest:

@@ -12,12 +12,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lightning_asgd.caches.cache import CachedDataset
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.data_stalls.cache import CachedDataset
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.data_stalls.probe import stalls
 from lightning_asgd.data_stalls.stalls import Stalls
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.stats import ExchangeStats
 
 BATCH = 2
 FETCH_S, PREP_S, TRAIN_S = 0.008, 0.005, 0.010  # of a sample, of a sample, of a step
@@ -214,7 +214,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     text = """
         import time
         from torch.utils.data import DataLoader
-        from lightning_asgd.data_stalls.cache import CachedDataset
+        from lightning_asgd.caches.cache import CachedDataset
         from tests.unit.test_probe import Net, Storage
 
         def make():

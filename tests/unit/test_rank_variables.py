@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.processes.rank_variables import OWNER_ENV, RANK_VARIABLES, RENDEZVOUS_ENV
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.job.rank_variables import OWNER_ENV, RANK_VARIABLES, RENDEZVOUS_ENV
 
 VARIABLES = (*RANK_VARIABLES, "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 MINE = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}
@@ -111,7 +111,7 @@ def test_a_launched_worker_keeps_its_variables_and_its_own_programs_have_none() 
         children = dict(os.environ)
     assert RENDEZVOUS_ENV not in os.environ
     show = "import sys, lightning_asgd, subprocess; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
-    address = "from lightning_asgd.processes import rank_variables; print(repr(rank_variables.address()))"
+    address = "from lightning_asgd.core.job import rank_variables; print(repr(rank_variables.address()))"
     os.environ.update(children)
     worker = program(LOCAL_RANK="1")
     note = json.loads(worker.pop(OWNER_ENV))
@@ -144,7 +144,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The rank variables in processes of data loaders, by how these are started: of one worker, which imports torch."""
     script = f"""
 import json, os, sys, multiprocessing, torch
-from lightning_asgd.processes import rank_variables
+from lightning_asgd.core.job import rank_variables
 from torch.utils.data import DataLoader, Dataset
 class Ranks(Dataset):
     def __len__(self): return 1

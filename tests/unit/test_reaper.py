@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_asgd.processes import reaper as reaper_module
-from lightning_asgd.processes.reaper import start, started
+from lightning_asgd.core.job import reaper as reaper_module
+from lightning_asgd.core.job.reaper import start, started
 
 # Starts the reaper and some children, says their numbers, then waits for its end.
 PARENT = """
 import json, os, subprocess, sys, time
-from lightning_asgd.processes.reaper import start, started
+from lightning_asgd.core.job.reaper import start, started
 reaper = start()
 pids = {"reaper": reaper.pid}
 children = {
@@ -71,7 +71,7 @@ def gone(process: psutil.Process) -> bool:
 
 def start_patient() -> subprocess.Popen[bytes]:
     """Start a reaper of this process that gives others 120 s to end: what happens within 30 s is none of that."""
-    code = "from lightning_asgd.processes import reaper; reaper._PATIENCE_S = 120; reaper.reap()"
+    code = "from lightning_asgd.core.job import reaper; reaper._PATIENCE_S = 120; reaper.reap()"
     return subprocess.Popen([sys.executable, "-c", code, str(os.getpid())], stdin=subprocess.PIPE)
 
 
@@ -217,7 +217,7 @@ def test_folders_stay_while_the_parent_needs_them(tmp_path: Path) -> None:
 
 
 def test_a_reaper_whose_parent_is_gone_already_ends() -> None:
-    command = [sys.executable, "-m", "lightning_asgd.processes.reaper", str(2**22 + 1)]
+    command = [sys.executable, "-m", "lightning_asgd.core.job.reaper", str(2**22 + 1)]
     reaper = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert reaper.wait(20) == 0
     assert reaper.stdin is not None
@@ -228,7 +228,7 @@ def test_what_kills_the_parent_s_whole_group_does_not_keep_it_from_tidying_up(tm
     (tmp_path / "a folder").mkdir()
     code = """
 import os, sys, time
-from lightning_asgd.processes.reaper import start
+from lightning_asgd.core.job.reaper import start
 reaper = start()
 reaper.stdin.write(f"remove {sys.argv[1]}\\n".encode())
 reaper.stdin.flush()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_asgd.algorithms import ASGD, EASGD, DropStale, LocalSGD, StaleSynchronous, recipe
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ConfigurationError
 
 NAMES: dict[str, tuple[Any, int, bool]] = {
     "sparknet": (LocalSGD(), 50, False),

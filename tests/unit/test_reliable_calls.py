@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.futures import Future
 
-from lightning_asgd.transports.reliable_calls import Call, ReplyCache, ServerLink
-from lightning_asgd.transports.transport import CallTimeoutError
+from lightning_asgd.core.calls.reliable_calls import Call, ReplyCache, ServerLink
+from lightning_asgd.core.calls.transport import CallTimeoutError
 
 
 @dataclass

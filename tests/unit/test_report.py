@@ -14,9 +14,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.monitoring.metric_log import FILE, Entry, Fit, MetricLog, find_log, read
-from lightning_asgd.protocol import WorkerMetrics
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.protocol import WorkerMetrics
+from lightning_asgd.monitor.metric_log import FILE, Entry, Fit, MetricLog, find_log, read
 from lightning_asgd.report.curves import Curves, totals
 from lightning_asgd.report.faults import faults, places
 from lightning_asgd.report.page import _facts, _period, write
@@ -428,7 +428,7 @@ def test_at_a_url_the_file_is_written_now_and_then_as_a_whole(
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", count)
     clock = Clock()
-    monkeypatch.setattr("lightning_asgd.monitoring.metric_log.time", clock)
+    monkeypatch.setattr("lightning_asgd.monitor.metric_log.time", clock)
     journal = MetricLog("memory://logs/run", 2, SETTINGS)
     for entry in fit.entries[:10]:
         clock.now += 25.0

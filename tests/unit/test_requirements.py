@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 
 from benchmarks import wheels
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.class_trees import MALICIOUS
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.class_trees import MALICIOUS
 from tests.helpers.project import EXTRAS
 
 ROOT = Path(__file__).parents[2]

@@ -12,13 +12,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_asgd import Advanced
-from lightning_asgd.adapter.class_trees import rank_zero_warn
-from lightning_asgd.adapter.loop_counters import steps_of_fit
 from lightning_asgd.algorithms.averaging import restarted_period
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.loop.restarted_nsync import restarted_nsync
-from lightning_asgd.worker.exchange_period import Schedule
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.class_trees import rank_zero_warn
+from lightning_asgd.core.lightning.loop_counters import steps_of_fit
+from lightning_asgd.core.worker.exchange_period import Schedule
+from lightning_asgd.programs.restarted_nsync import restarted_nsync
 
 CONFIG = ExchangeConfig.create(nsync="restarted", algorithm="local_sgd")
 SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)

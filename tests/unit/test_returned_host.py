@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.processes.returned_host import Arrival, Moved, Signpost
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.hosting.returned_host import Arrival, Moved, Signpost
 
 THERE = Moved("127.0.0.1", 4711, 2, 3, "train.py 4")
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from lightning_asgd.transports import rpc_transport, tensorpipe
-from lightning_asgd.transports.rpc_transport import RpcTransport
-from lightning_asgd.transports.transport import CallTimeoutError
+from lightning_asgd.core.calls.transport import CallTimeoutError
+from lightning_asgd.transports.rpc import tensorpipe
+from lightning_asgd.transports.rpc import transport as rpc_transport
+from lightning_asgd.transports.rpc.transport import RpcTransport
 
 BROKEN = "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)\nand a stack"
 REFUSED = "ECONNREFUSED: connection refused (this error originated at tensorpipe/transport/uv/connection_impl.cc:72)"

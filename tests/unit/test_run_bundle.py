@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asgd.cli import doctor_command, run_bundle
+from lightning_asgd.cli import doctor_command
 from lightning_asgd.cli.command_line import main
-from lightning_asgd.cli.run_bundle import events_in_order, redacted
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.report import bundle as run_bundle
+from lightning_asgd.report.bundle import events_in_order, redacted
 
 HEX = "0123456789abcdef" * 4
 

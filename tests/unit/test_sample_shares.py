@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lightning_asgd.algorithms.base import SampleShares
+from lightning_asgd.core.algorithms.base import SampleShares
 
 
 def by_hand(sizes: dict[int, float], mine: float) -> float:

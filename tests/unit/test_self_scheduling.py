@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_asgd.server.self_scheduling import Load, finish_s, steps_to_grant
+from lightning_asgd.core.leases.self_scheduling import Load, finish_s, steps_to_grant
 
 
 def test_equal_workers_finish_together() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.processes.server_hosts import HostAddress, ServerHosts
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.hosting.server_hosts import HostAddress, ServerHosts
 
 
 class Workers:

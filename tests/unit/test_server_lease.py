@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.server import server_process
+from lightning_asgd.core.server import process as server_process
 
 
 class Exits:

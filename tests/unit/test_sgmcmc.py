@@ -31,14 +31,14 @@ from lightning_asgd.algorithms import (
     StaleSynchronous,
     WarmStart,
 )
-from lightning_asgd.algorithms.base import Push, Run, Transform
 from lightning_asgd.algorithms.rounds import Barrier
-from lightning_asgd.errors import ConfigurationError, ProtocolError
-from lightning_asgd.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
-from lightning_asgd.posterior import averaged_prediction
-from lightning_asgd.protocol import Samples
-from lightning_asgd.worker.exchanger import Exchanger
-from lightning_asgd.worker.synchronizer import run
+from lightning_asgd.core.algorithms.base import Push, Run, Transform
+from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
+from lightning_asgd.core.protocol import Samples
+from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.sampling.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
+from lightning_asgd.sampling.posterior import averaged_prediction
 from tests.helpers.cluster import SESSION, Cluster
 
 COORDINATES, NUM_DATA, PRIOR = 2000, 20, 5.0
@@ -429,7 +429,7 @@ def test_misused_predictions_are_refused() -> None:
     assert module.training
 
 
-@pytest.mark.parametrize("module", ["algorithms.sgmcmc", "posterior"])
+@pytest.mark.parametrize("module", ["algorithms.sgmcmc", "sampling.posterior"])
 def test_examples_in_the_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"lightning_asgd.{module}"))
     assert result.attempted >= 3

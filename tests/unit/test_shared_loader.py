@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.data_stalls import shared_loader
-from lightning_asgd.data_stalls.batch_board import Program
-from lightning_asgd.data_stalls.batch_file import read_batch, write_batch
-from lightning_asgd.data_stalls.cache import CachedDataset
-from lightning_asgd.data_stalls.named_memory import name_of
-from lightning_asgd.data_stalls.shared_loader import SharedLoader
-from lightning_asgd.errors import ASGDError, ConfigurationError
+from lightning_asgd.caches import shared_loader
+from lightning_asgd.caches.batch_board import Program
+from lightning_asgd.caches.batch_file import read_batch, write_batch
+from lightning_asgd.caches.cache import CachedDataset
+from lightning_asgd.caches.named_memory import name_of
+from lightning_asgd.caches.shared_loader import SharedLoader
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 
 SAMPLES, BATCH = 60, 4
 FORK = multiprocessing.get_context("fork")

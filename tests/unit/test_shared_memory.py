@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import SharedRef
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.transports.shared_memory import SharedBlock, attach, create, host_identity
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.calls.shared_memory import SharedBlock, attach, create, host_identity
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.protocol import SharedRef
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd")
 

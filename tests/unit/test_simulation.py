@@ -27,9 +27,10 @@ from lightning_asgd.algorithms import (
     Transform,
     WarmStart,
 )
-from lightning_asgd.algorithms.base import Payload, Push
-from lightning_asgd.errors import ASGDError, ConfigurationError, WorkerLostError
-from lightning_asgd.optim import SGHMC, SGLD
+from lightning_asgd.core.algorithms.base import Payload, Push
+from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, WorkerLostError
+from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.sampling.optim import SGHMC, SGLD
 from lightning_asgd.simulation import (
     Constant,
     Crash,
@@ -46,7 +47,6 @@ from lightning_asgd.simulation import (
     Trace,
 )
 from lightning_asgd.simulation.clock import VirtualClock
-from lightning_asgd.worker.synchronizer import run
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 

@@ -24,9 +24,13 @@ from lightning_asgd.algorithms import (
     RadialDirectional,
     StreamingDiLoCo,
 )
-from lightning_asgd.config import ExchangeConfig
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.protocol import Exchange, InitShard
+from lightning_asgd.core.algorithms.config import ExchangeConfig
+from lightning_asgd.core.calls import shared_memory
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.protocol import Exchange, InitShard
+from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.setup import set_up
+from lightning_asgd.core.worker.synchronizer import Training, run
 from lightning_asgd.simulation import (
     Constant,
     Crash,
@@ -39,10 +43,6 @@ from lightning_asgd.simulation import (
     Simulation,
 )
 from lightning_asgd.simulation.network import Wires
-from lightning_asgd.transports import shared_memory
-from lightning_asgd.worker.collectives import Collectives
-from lightning_asgd.worker.synchronizer import Training, run
-from lightning_asgd.worker.worker_setup import set_up
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd import sizing
-from lightning_asgd.errors import ConfigurationError
-from lightning_asgd.server_costs import Calibration, ServerCosts
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.plan import sizing
+from lightning_asgd.plan.server_costs import Calibration, ServerCosts
+from lightning_asgd.plan.sizing import Job
 from lightning_asgd.simulation.forecast import forecast, simulated_efficiency
-from lightning_asgd.sizing import Job
 
 GBIT = st.floats(0.01, 100)
 JOBS = st.builds(

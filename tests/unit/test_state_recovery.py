@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_asgd.protocol import ReplicaState, StateReport
-from lightning_asgd.server.state_recovery import RecoveryPhase, StateRecovery
+from lightning_asgd.core.protocol import ReplicaState, StateReport
+from lightning_asgd.recovery.state_recovery import RecoveryPhase, StateRecovery
 
 
 def report(worker: int, version: int = 0, **about: object) -> StateReport:

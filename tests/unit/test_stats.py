@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_asgd.stats import ExchangeRecord, ExchangeStats, Verdict
+from lightning_asgd.core.foundation.stats import ExchangeRecord, ExchangeStats, Verdict
 
 
 def record(**changes: Any) -> ExchangeRecord:

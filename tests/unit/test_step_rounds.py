@@ -6,8 +6,8 @@ import doctest
 
 import pytest
 
-from lightning_asgd.loop import step_rounds
-from lightning_asgd.loop.step_rounds import Rounds
+from lightning_asgd.programs import step_rounds
+from lightning_asgd.programs.step_rounds import Rounds
 
 
 def closing(steps: str, number: int = 2) -> str:

@@ -13,7 +13,7 @@ import torch
 import webdataset
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_asgd.protocol import UNKNOWN
+from lightning_asgd.core.protocol import UNKNOWN
 from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, loader_of, shards_of
 from lightning_asgd.streams.sharded_data import ShardedData
 

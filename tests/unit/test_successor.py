@@ -8,12 +8,11 @@ import types
 
 import pytest
 
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError
-from lightning_asgd.loop import training_job
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.addresses import LOOPBACK
-from lightning_asgd.transports.rendezvous import successor_of
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.errors import LaunchError
+from lightning_asgd.core.job import registry, training_job
+from lightning_asgd.core.job.addresses import LOOPBACK
+from lightning_asgd.core.job.rendezvous import successor_of
 from tests.helpers.ports import free_port
 
 

@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 
 import lightning_asgd
-from lightning_asgd.config import SECRET_ENV
-from lightning_asgd.errors import LaunchError, ServerLostError
-from lightning_asgd.processes import supervisor
-from lightning_asgd.processes.server_handle import child_environment
-from lightning_asgd.processes.supervisor import Supervisor, with_last_output
-from lightning_asgd.server.server_process import ServerSettings
-from lightning_asgd.transports import registry
-from lightning_asgd.transports.inprocess import InProcessTransport
-from lightning_asgd.transports.rendezvous import Rendezvous
-from lightning_asgd.worker.connection import Connection
+from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.calls.inprocess import InProcessTransport
+from lightning_asgd.core.foundation.errors import LaunchError, ServerLostError
+from lightning_asgd.core.job import registry, supervisor
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.job.server_handle import child_environment
+from lightning_asgd.core.job.supervisor import Supervisor, with_last_output
+from lightning_asgd.core.server.process import ServerSettings
+from lightning_asgd.core.worker.connection import Connection
 from tests.helpers.servers import SECRET
 
 NO_PROCESS = 1 << 30  # above all process numbers

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_asgd.adapter.fixed_split import datasets_of, is_dealt
+from lightning_asgd.programs.fixed_split import datasets_of, is_dealt
 
 
 def trainer(*loaders: Any) -> Any:

@@ -9,14 +9,14 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_asgd import ASGDStrategy
-from lightning_asgd.adapter.class_trees import TREES
-from lightning_asgd.adapter.launchers import ScriptLauncher, surroundings_of
-from lightning_asgd.environment import RUN_ENV, TRANSPORT_ENV
-from lightning_asgd.errors import ConfigurationError, LaunchError
-from lightning_asgd.loop.async_sgd import surroundings
-from lightning_asgd.processes import rank_variables
-from lightning_asgd.processes.rank_variables import RANK_VARIABLES
-from lightning_asgd.transports.rendezvous import Rendezvous
+from lightning_asgd.core.foundation.environment import RUN_ENV, TRANSPORT_ENV
+from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
+from lightning_asgd.core.job import rank_variables
+from lightning_asgd.core.job.rank_variables import RANK_VARIABLES
+from lightning_asgd.core.job.rendezvous import Rendezvous
+from lightning_asgd.core.lightning.class_trees import TREES
+from lightning_asgd.core.lightning.launchers import ScriptLauncher, surroundings_of
+from lightning_asgd.loops.async_sgd import surroundings
 
 OTHERS = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 NAMES = (*RANK_VARIABLES, *OTHERS, rank_variables.OWNER_ENV, RUN_ENV)

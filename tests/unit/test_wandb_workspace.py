@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import pytorch_lightning.loggers
 
-from lightning_asgd.monitoring.metric_definitions import METRICS
+from lightning_asgd.monitor.metric_definitions import METRICS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wandb_workspace.py"
 LOGGED = {f"asgd/{name}" for name in (*METRICS, "workers/alive")}

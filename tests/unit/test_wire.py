@@ -13,22 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_asgd import algorithms, compression, protocol
+from lightning_asgd import algorithms, compression
 from lightning_asgd.algorithms import ASGD, EASGD, Downpour, DropStale, StreamingDiLoCo
-from lightning_asgd.errors import ProtocolError
-from lightning_asgd.layout import Role
-from lightning_asgd.protocol import (
-    Contribution,
-    Epoch,
-    Exchange,
-    InitShard,
-    Join,
-    Pickled,
-    Policy,
-    Reply,
-)
-from lightning_asgd.protocol.codec import decode, encode
-from lightning_asgd.stats import Verdict
+from lightning_asgd.core import protocol
+from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Role
+from lightning_asgd.core.foundation.stats import Verdict
+from lightning_asgd.core.protocol import Contribution, Epoch, Exchange, InitShard, Join, Pickled, Policy, Reply
+from lightning_asgd.core.protocol.codec import decode, encode
 
 
 def there_and_back(value: Any) -> Any:
@@ -285,5 +277,5 @@ def test_a_pickled_message_names_no_file_of_the_protocol() -> None:
     """RPC pickles messages: a version whose classes lie elsewhere must come as far as comparing PROTOCOL."""
     text = pickle.dumps(protocol.Join("s", 0, 1, policy=protocol.Policy(1.0)))
     assert b"lightning_asgd.protocol" in text
-    assert b"_messages" not in text
+    assert b"lightning_asgd.core" not in text
     assert pickle.loads(text) == protocol.Join("s", 0, 1, policy=protocol.Policy(1.0))

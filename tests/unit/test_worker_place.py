@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from lightning_asgd.adapter.worker_place import check_is_one_worker, own_device
-from lightning_asgd.errors import ConfigurationError
+from lightning_asgd.core.foundation.errors import ConfigurationError
+from lightning_asgd.core.lightning.worker_place import check_is_one_worker, own_device
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_asgd.protocol import codec
+from lightning_asgd.core.protocol import codec
 
 pytest.importorskip("zmq")
-from lightning_asgd.transports.zmq_sockets import addressed, assemble, encoded, frames_of
+from lightning_asgd.transports.zmq.sockets import addressed, assemble, encoded, frames_of
 
 FRAME = 4 << 20
 SIZES = st.sampled_from([0, 1, 7, 4095, 4096, 4097, 100_000, FRAME, FRAME + 1])

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-SERVER = "lightning_asgd.server.server_process"
+SERVER = "lightning_asgd.core.server.process"
 NAME = Path("/proc/self/comm")
 Interpreter = subprocess.Popen
 
@@ -59,7 +59,7 @@ def serve(args: list[str], commands: int, output: int, env: dict[str, str]) -> N
         for name in (None, "lightning_asgd"):
             logging.getLogger(name).handlers.clear()
         NAME.write_text("server_process")
-        from lightning_asgd.server.server_process import run_server
+        from lightning_asgd.core.server.process import run_server
 
         code = run_server(args[3:])
     except BaseException:

@@ -1,1 +1,0 @@
-"""Everything that knows Lightning: the strategy, its loops, callbacks and launchers."""

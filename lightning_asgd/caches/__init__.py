@@ -1,0 +1,1 @@
+"""Samples in memory, for any training loop."""

@@ -1,0 +1,1 @@
+"""Several training dataloaders, whose batches are leased together."""

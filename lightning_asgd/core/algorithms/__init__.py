@@ -1,0 +1,1 @@
+"""What an algorithm is, the default one, and the settings of an exchange."""

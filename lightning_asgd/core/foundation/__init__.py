@@ -1,0 +1,1 @@
+"""Errors, settings, the layout of tensors on servers, process names, numerics."""

@@ -1,0 +1,1 @@
+"""Which worker trains which units of an epoch, on the server and on the workers."""

@@ -1,0 +1,1 @@
+"""ASGDStrategy: what depends on Lightning."""

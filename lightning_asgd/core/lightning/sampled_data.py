@@ -1,0 +1,83 @@
+"""Training data that a distributed sampler of Lightning's divides: the batches that are leased of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_asgd.core.leases.client import DataLeases
+from lightning_asgd.core.leases.plan import Plan
+from lightning_asgd.core.leases.sampler import LeasedBatches, digest, in_common_order, undivided
+from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.lightning.data_mode import batch_size_of
+from lightning_asgd.core.lightning.private_names import replace_batch_sampler, training_loaders
+from lightning_asgd.core.lightning.shared_order import Drawn, SharedOrder
+from lightning_asgd.core.protocol import Epoch
+from lightning_asgd.elastic.elastic_run import AnyFleet
+
+__all__ = ["SampledData"]
+
+
+class SampledData:
+    """The data of one fit, whose dataloader has its batch sampler replaced while they are leased."""
+
+    def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
+        self._trainer, self._leases = trainer, leases
+        self._loader: Any = None
+        self._in_order = True
+        self._batch = 1
+        self.order = SharedOrder(trainer, membership, self._draw)
+        self._items: list[Any] = []  # of the present epoch, of all workers
+
+    @property
+    def installed(self) -> bool:
+        """Whether the training dataloader is still the same."""
+        return self._loader is not None and training_loaders(self._trainer) == [self._loader]
+
+    def install(self, batch: int, opened: Callable[[], Plan | None]) -> None:
+        """Have the training dataloader yield what is granted; see :class:`LeasedBatches`."""
+        (loader,) = training_loaders(self._trainer)
+        self._loader, self._batch = loader, batch
+        inner, length = loader.batch_sampler, len(loader)
+        if isinstance(inner, LeasedBatches):  # of a fit that failed
+            inner = inner.inner
+        # Leases know a batch by its turn.
+        self._in_order, loader.in_order = getattr(loader, "in_order", True), True
+        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
+
+    def start(self) -> None:
+        """Have Lightning begin to iterate."""
+        iter(private_names.fetcher(self._trainer))
+
+    def uninstall(self) -> None:
+        """Restore the training dataloader: it may be the user's own."""
+        if self._loader is not None:
+            replace_batch_sampler(self._loader, self._loader.batch_sampler.inner)
+            self._loader.in_order = self._in_order
+            self._loader = None
+
+    def count(self, expected: float) -> int:
+        """Batches of an epoch per worker, from the number that Lightning expects."""
+        return int(expected)
+
+    def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
+        """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
+        (items,) = self.order.of_epoch(number)
+        cuts = batch_size_of(self._trainer) and self._loader.batch_sampler.inner.drop_last
+        whole = len(items) // self._batch * self._batch if cuts else len(items)
+        self._items = items[: min(whole, batches * self._batch)]
+        return len(self._items), digest(self._items), ()
+
+    def _draw(self, number: int) -> Drawn:
+        (loader,) = training_loaders(self._trainer)
+        batches = loader.batch_sampler
+        if isinstance(batches, LeasedBatches):
+            batches = batches.inner
+        batches.sampler.set_epoch(number)
+        with undivided(batches.sampler):
+            drawn = batches.sampler if batch_size_of(self._trainer) else batches
+            return [batches], [in_common_order(drawn, private_names.program_seed() + number)]
+
+    def plan(self, epoch: Epoch, accumulate: int) -> Plan:
+        """The epoch as this worker trains it."""
+        return Plan(epoch, self._items, batch_size_of(self._trainer) or None, accumulate)

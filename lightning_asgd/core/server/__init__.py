@@ -1,0 +1,1 @@
+"""A server: members, collectives, a shard, and the process."""

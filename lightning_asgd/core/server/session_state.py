@@ -1,0 +1,220 @@
+"""All that a server knows of one session, in one object: a new session begins with nothing of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_asgd.core.calls.shared_memory import host_identity
+from lightning_asgd.core.foundation.errors import ProtocolError, WorkerLostError
+from lightning_asgd.core.protocol import (
+    Epoch,
+    Heartbeat,
+    HeartbeatReply,
+    InitShard,
+    Join,
+    Joined,
+    LinkProbe,
+    LinkProbed,
+    Ranks,
+    ReplicaState,
+    ShardState,
+    WorkerMetrics,
+)
+from lightning_asgd.core.server.collective_table import CollectiveTable
+from lightning_asgd.core.server.membership import Membership
+from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.server.shard import Shard
+from lightning_asgd.core.server.update_buffers import Buffers
+from lightning_asgd.islands.server import IslandParts
+from lightning_asgd.layerwise.layer_means import Means
+from lightning_asgd.recovery.shard_copy import ShardCopy
+from lightning_asgd.recovery.snapshot_store import Snapshot
+from lightning_asgd.recovery.state_recovery import StateRecovery
+
+__all__ = ["SessionState"]
+
+
+@dataclass
+class SessionState:
+    """One session. Epochs are not part of it: a new layout in the middle of an epoch does not change it."""
+
+    members: Membership
+    collectives: CollectiveTable = field(init=False)
+    shards: dict[int, Shard] = field(default_factory=dict)  # by fragment
+    means: Means = field(default_factory=Means)
+    buffers: Buffers = field(default_factory=Buffers)
+    islands: IslandParts = field(default_factory=IslandParts)
+    have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
+    restorable: bool = True  # whether its workers can bring a replacement what this server has
+    _listed: tuple[tuple[int, int], Ranks, Ranks] | None = None  # see :meth:`_present`
+
+    def __post_init__(self) -> None:
+        self.collectives = CollectiveTable(self.members)
+
+    @property
+    def initialised(self) -> bool:
+        """Whether all shards have weights."""
+        return bool(self.shards) and all(shard.initialised for shard in self.shards.values())
+
+    @property
+    def held_by_workers(self) -> bool:
+        """Whether workers hold all that is needed to replace this server."""
+        holding = self.have_weights & (self.members.living | self.members.expected_back)
+        whole = all(shard.algorithm.leaves_weights for shard in self.shards.values())
+        return bool(holding and self.shards) and whole and self.restorable
+
+    @property
+    def samples(self) -> list[tuple[int, tuple[Tensor, ...]]]:
+        """The posterior samples that its first shard has kept, by version."""
+        return list(self.shards[0].samples) if 0 in self.shards else []
+
+    def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
+        """The state of the session that a worker gets when it sends its metrics."""
+        members, worker = self.members, message.worker
+        if members.aborted:
+            raise WorkerLostError(members.aborted)
+        if isinstance(message.figures, WorkerMetrics):
+            members.metrics[worker] = message.figures
+        chief, (living, holding) = members.chief, self._present()
+        return HeartbeatReply(
+            members.events_after(message.heard),
+            living,
+            dict(members.metrics) if worker == chief else {},
+            chief,
+            holding,
+            members.admitted,
+            worker in members.fenced,
+            self.collectives.needed,
+        )
+
+    def _present(self) -> tuple[Ranks, Ranks]:
+        """The living workers, and those of them that hold weights: the same objects until either changes."""
+        living = self.members.living
+        state = self.members.composition, len(self.have_weights)  # none ceases to hold any without leaving
+        if self._listed is None or self._listed[0] != state:
+            self._listed = state, Ranks.of(living), Ranks.of(living & self.have_weights)
+        return self._listed[1:]
+
+    def initialise(self, message: InitShard) -> bool:
+        """Prepare a worker's exchanges, and take weights that it brings. Returns whether they can use shared memory."""
+        shard = self.shards[message.fragment]
+        if shard.groups != message.groups:
+            raise ProtocolError(
+                f"Worker {message.worker} expects a shard of {message.groups}, others one of {shard.groups}."
+            )
+        if (shard.tensors, shard.widths) != (message.tensors, message.widths):
+            raise ProtocolError(f"Worker {message.worker} expects a shard of other tensors than the workers before it.")
+        if self.members.elastic and shard.algorithm != message.algorithm:
+            raise ProtocolError(
+                f"Worker {message.worker} has the algorithm {message.algorithm}, the run {shard.algorithm}. Expected "
+                "the same arguments of ASGDStrategy on every worker."
+            )
+        self.restorable &= message.restorable
+        weights = message.weights
+        self.islands.enter(message.worker, message.fragment, shard.groups)
+        if message.in_parts:
+            weights = self.islands.weights(message.worker, message.fragment)
+        if weights is not None:
+            shard.initialise(weights, message.version)
+        return self.buffers.open(message)
+
+    def probed(self, message: LinkProbe) -> LinkProbed:
+        """The answer by which a worker sees whether this server can map its memory, and how fast the link is."""
+        return LinkProbed(host_identity(), message.payload if message.echo else None)
+
+    def shard_state(self, message: ShardState) -> Any:
+        """Return what a checkpoint holds of a shard, or restore it from that, or replace the shard's weights."""
+        shard = self.shards.get(message.fragment)
+        if shard is None:
+            raise ProtocolError(f"Worker {message.worker} requested a shard that was not set up.")
+        if message.weights is not None:
+            self.buffers.forget_common(message.fragment)
+            return shard.replace(message.weights)
+        try:
+            return shard.state() if message.state is None else shard.restore(message.state)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ProtocolError(
+                f"Worker {message.worker} sent a state that does not fit its shard: {error!r}. Expected what a "
+                "checkpoint holds of the same algorithm and layout."
+            ) from error
+
+    def tick(self, now: float) -> list[Completion]:
+        """What has become due as time has passed."""
+        due = self.collectives.expire(now)
+        for shard in self.shards.values():
+            due += shard.tick(now)
+        return due
+
+    def members_changed(self, changed: Collection[int]) -> list[Completion]:
+        """Tell the parts that wait for other workers who takes part now, and whose part has ``changed``."""
+        due = self.means.update_members(self.members.living)
+        for shard in self.shards.values():
+            due += shard.update_members(self.members.living, changed)
+        return due
+
+    def replace(self, message: Join, now: float) -> list[Completion]:
+        """Have another process replace a worker that has died or is silent."""
+        due = self.collectives.replace(message.worker, message.process, now)
+        for shard in self.shards.values():
+            shard.forget(message.worker, replaced=True)
+        self.have_weights.discard(message.worker)
+        self.buffers.forget(message.worker)
+        self.islands.forget(message.worker)
+        return due
+
+    def joined(self, worker: int, *, late: bool) -> Joined:
+        """The answer to a worker that has joined."""
+        pushed = max((shard.latest_push.get(worker, 0) for shard in self.shards.values()), default=0)
+        incarnation = self.members.incarnations.get(worker, 0)
+        return Joined(0, incarnation, pushed, late, self.collectives.completed if late else 0)
+
+    def forget(self, worker: int) -> None:
+        """Keep nothing for a worker that has left permanently."""
+        if self.members.elastic:  # otherwise a long run would remember every worker that ever joined
+            self.members.metrics.pop(worker, None)
+            for shard in self.shards.values():
+                shard.forget(worker)
+            self.have_weights.discard(worker)
+        else:  # what it has pushed must be known if it is replaced
+            for shard in self.shards.values():
+                shard.forget(worker, replaced=True)
+        self.buffers.forget(worker)
+        self.islands.forget(worker)
+
+    def close(self) -> None:
+        """Release the memory of its exchanges."""
+        self.buffers.clear()
+        self.islands.clear()
+
+    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
+        """What is to be written down of the session, once the copies that are returned too are done."""
+        members = self.members
+        shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
+        about = members.session, members.index, members.policy, members.admitted
+        kept = {fragment: kept for fragment, (kept, _) in shards.items()}
+        return Snapshot(*about, dict(metadata), epochs, kept), [copy for _, copy in shards.values()]
+
+    def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
+        """Continue from a snapshot, without the workers."""
+        self.members.restore(now, admitted=snapshot.admitted)
+        self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
+        self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
+
+    def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
+        """Take the newest state that workers report, and the algorithm's, which none of them holds, from a snapshot."""
+        members = self.members
+        kept = snapshot.shards if snapshot is not None and snapshot.run == members.session else {}
+        for fragment, shard in self.shards.items():
+            before = kept.get(fragment)
+            if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
+                self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
+        if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
+            members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
+        for state in newest:
+            self.shards[state.fragment].resume(state.weights or (), state.version, state.pushes)
+        members.resume(recovery.incarnations, recovery.stale)
+        self.collectives.resume(recovery.answered)

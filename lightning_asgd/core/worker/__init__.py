@@ -1,0 +1,1 @@
+"""A worker in any program: connection, replica, exchanges, sync points."""

@@ -1,0 +1,1 @@
+"""Copies between device and host memory."""

@@ -1,0 +1,1 @@
+"""Runs whose workers join and leave; serve, status and health."""

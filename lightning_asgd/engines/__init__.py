@@ -1,0 +1,1 @@
+"""What starts, restarts and places workers for us: torchrun, SLURM."""

@@ -1,0 +1,1 @@
+"""Parts of the weights that are exchanged in turn."""

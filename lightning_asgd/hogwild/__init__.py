@@ -1,0 +1,1 @@
+"""Hogwild: weights in shared memory."""

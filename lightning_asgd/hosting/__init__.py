@@ -1,0 +1,1 @@
+"""Which process hosts the servers, and servers that one process lends another."""

@@ -1,0 +1,1 @@
+"""Workers that are forked or spawned."""

@@ -1,0 +1,1 @@
+"""Gradients that leave layer by layer during backward."""

@@ -1,0 +1,1 @@
+"""Plain training loops and Fabric."""

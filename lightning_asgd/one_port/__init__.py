@@ -1,0 +1,1 @@
+"""One port for a job: the gateway."""

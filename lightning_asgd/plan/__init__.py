@@ -1,0 +1,1 @@
+"""How many workers and servers a job needs, from measurements and closed forms."""

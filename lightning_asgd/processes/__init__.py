@@ -1,1 +1,0 @@
-"""Starting, watching and ending the processes of a job."""

@@ -1,0 +1,1 @@
+"""What programs do beside plain training: units, weights they set, callbacks with modules, log lines."""

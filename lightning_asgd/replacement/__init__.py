@@ -1,0 +1,1 @@
+"""Workers that are replaced, another chief, and the last checkpoint."""

@@ -1,0 +1,1 @@
+"""SG-MCMC samplers as optimizers, and predictions averaged over samples."""

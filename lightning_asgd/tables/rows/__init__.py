@@ -1,0 +1,1 @@
+"""Tables of which only changed rows are exchanged."""

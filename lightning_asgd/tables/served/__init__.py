@@ -1,0 +1,1 @@
+"""Tables that lie on the servers, in files."""

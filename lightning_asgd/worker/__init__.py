@@ -1,1 +1,0 @@
-"""Worker side: talking to the servers, and the exchange that hides behind compute."""

@@ -1,0 +1,1 @@
+"""The rank and world that libraries ask torch.distributed for."""
