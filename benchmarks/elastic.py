@@ -43,7 +43,7 @@ from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.core.protocol import Status, StatusRequest
+from lightning_asgd.elastic.messages import Status, StatusRequest
 
 WORKERS = 6
 SAMPLES, BATCH, NSYNC, STEP_S = 20_000, 2, 5, 0.02

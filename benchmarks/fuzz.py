@@ -37,7 +37,8 @@ from lightning_asgd.core.calls.transport import answer_within
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.core.protocol import Failure, Join, StatusRequest
+from lightning_asgd.core.protocol import Failure, Join
+from lightning_asgd.elastic.messages import StatusRequest
 from lightning_asgd.transports.zmq.transport import ZmqTransport
 from tests.component.test_fuzzed import VALUES, changed, every_message
 

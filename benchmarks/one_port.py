@@ -40,7 +40,7 @@ from strangers_jobs import Job, Place
 from tunnel import Tunnel
 
 from lightning_asgd.core.algorithms.config import SECRET_ENV
-from lightning_asgd.core.job.addresses import joined
+from lightning_asgd.core.foundation.environment import joined
 
 PORT, END = 29400, 29401  # of the job; of a tunnel's end
 NAME = "first.asgd.test"

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.cli.command_line import main as command
-from lightning_asgd.core.job.addresses import joined
+from lightning_asgd.core.foundation.environment import joined
 
 __all__ = ["Job", "Place"]
 

@@ -64,7 +64,10 @@ nitpick_ignore_regex = [
     # Others' classes: a build needs no network, so nothing is known of their documentation.
     ("py:.*", r"(torch|collections|pathlib|enum|random|typing|abc|fractions)\..*"),
     # Classes that the reference does not list, and what napoleon makes of the types of attributes.
-    ("py:class", r"lightning_asgd\.(plan\.timing|ray\.run_plan|caches\.peer_caches)\..*|Mapping\[str|dict\[int"),
+    (
+        "py:class",
+        r"lightning_asgd\.(plan\.timing|ray\.run_plan|caches\.peer_caches|core\.\w+\.layout)\..*|Mapping\[str|dict\[int",
+    ),
 ]
 
 html_math_renderer = "mathml"

@@ -15,19 +15,6 @@ from pathlib import Path
 
 from tests.test_architecture import FILES, PACKAGE, ROOT, TREES, imported_modules
 
-__all__ = [
-    "CLASS_LIMITS",
-    "CODE",
-    "CORE",
-    "ROWS",
-    "SLICE",
-    "classes",
-    "features_imported_by_core",
-    "in_core",
-    "measures",
-    "slice_of",
-]
-
 CORE = "core"
 CLASS_LIMITS = {"lines": 300, "methods": 20, "attributes": 12}
 CENTRE = ("exchanger", "shard", "service", "strategy", "fit_session", "leased_loop")

@@ -98,7 +98,9 @@ def test_only_one_module_imports_rpc() -> None:
 
 def test_only_one_package_imports_zmq() -> None:
     found = {module for module in FILES if any(is_part_of(name, "zmq") for name in imported_names(module))}
-    assert found - {"core.job.registry"} == {f"transports.zmq.{end}" for end in ("server", "sockets", "transport")}
+    assert found - {"core.job.registry"} == {
+        f"transports.zmq.{end}" for end in ("kind", "server", "sockets", "transport")
+    }
     assert "zmq" not in loaded_after("import lightning_asgd.core.server.process"), (
         "who does not use it needs not have it"
     )

@@ -79,6 +79,7 @@ class LocalSGD(Algorithm):
     post: int = 0
 
     overlap: ClassVar[bool] = False
+    averages: ClassVar[bool] = True
     always: ClassVar[tuple[Transform, ...]] = (Barrier(),)
 
     def __post_init__(self) -> None:

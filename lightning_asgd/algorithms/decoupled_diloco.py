@@ -41,8 +41,6 @@ from lightning_asgd.core.algorithms.base import Table, Transform
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least, between, whole
 
-__all__ = ["DecoupledDiLoCo", "Quorum"]
-
 
 @dataclass(frozen=True)
 class Quorum(Transform):

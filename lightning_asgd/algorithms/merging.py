@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_asgd.core.algorithms.base import Push, Transform
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["RadialDirectional"]
-
 _NEAR_0 = 1e-6  # length of a mean of directions, below which rounding decides where it points
 
 

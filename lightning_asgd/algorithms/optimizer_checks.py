@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_asgd.core.algorithms.base import Run
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["needs_nesterov"]
-
 
 def needs_nesterov(algorithm: str, run: Run) -> None:
     """Raise a ``ConfigurationError`` unless all optimizers are SGD with Nesterov momentum."""

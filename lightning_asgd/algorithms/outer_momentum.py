@@ -43,8 +43,6 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.numerics import inner_product
 from lightning_asgd.core.foundation.validation import at_least, between
 
-__all__ = ["CAPPED", "MOST", "Alignment", "OuterMomentum", "capped_factor"]
-
 CAPPED = "capped"
 MOST = 0.9  # largest factor
 _NEAR_0 = 1e-9

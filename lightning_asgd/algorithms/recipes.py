@@ -34,8 +34,6 @@ from lightning_asgd.core.algorithms.base import Algorithm
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.settings import Advanced
 
-__all__ = ["recipe"]
-
 _PERIODS = {"sparknet": 50, "sparknet_cifar10": 10}
 
 _SPEEDO: dict[str, Callable[[], Algorithm]] = {

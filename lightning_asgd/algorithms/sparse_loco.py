@@ -33,8 +33,6 @@ from lightning_asgd.core.algorithms.asgd import factor
 from lightning_asgd.core.algorithms.base import Algorithm, Push
 from lightning_asgd.core.foundation.validation import at_least
 
-__all__ = ["SparseLoCo"]
-
 
 @dataclass(frozen=True)
 class SparseLoCo(Algorithm):

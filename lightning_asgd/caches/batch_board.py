@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from lightning_asgd.core.foundation.errors import ASGDError
 
-__all__ = ["NUMBERS", "BatchBoard", "Found", "Program"]
-
 _PROGRAMS = 64
 _WINDOW = 16  # batches
 _PROGRAM = 5  # numbers: key, process, its start, cursor, since when it is between two epochs

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_asgd.caches.named_memory import open_of
 
-__all__ = ["read_batch", "write_batch"]
-
 _NUMBER = 8  # bytes
 
 

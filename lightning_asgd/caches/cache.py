@@ -19,8 +19,6 @@ from lightning_asgd.caches.peer_caches import PeerCaches
 from lightning_asgd.caches.sample_cache import SampleCache
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["CachedDataset", "cached_dataset"]
-
 log = logging.getLogger(__name__)
 
 

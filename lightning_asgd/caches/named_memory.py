@@ -26,8 +26,6 @@ from torch import Tensor
 from lightning_asgd.core.calls.shared_memory import host_identity
 from lightning_asgd.core.foundation.errors import ASGDError
 
-__all__ = ["NamedMemory", "name_of", "named_memory", "open_of"]
-
 _ENTRY = 8  # bytes of a number
 _PREFIX = "lightning-asgd "
 _PATIENCE_S = 10.0  # making or finding memory takes milliseconds

@@ -14,8 +14,6 @@ from lightning_asgd.core.lightning.private_names import training_loaders
 from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.elastic.elastic_run import AnyFleet
 
-__all__ = ["PartitionedCaches"]
-
 log = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from lightning_asgd.core.protocol import Failure
 if TYPE_CHECKING:
     from torch.futures import Future
 
-__all__ = ["TRANSPORT", "CacheServer", "PeerCaches"]
-
 log = logging.getLogger(__name__)
 
 TRANSPORT = "zmq"

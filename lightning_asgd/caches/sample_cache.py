@@ -7,8 +7,6 @@ from typing import Any
 from lightning_asgd.caches.named_memory import named_memory
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["SampleCache"]
-
 
 class SampleCache:
     """Samples in shared memory, which stay once they are there.

@@ -30,8 +30,6 @@ from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from lightning_asgd.core.foundation.process_name import living_stat
 from lightning_asgd.core.foundation.validation import whole
 
-__all__ = ["SharedLoader"]
-
 log = logging.getLogger(__name__)
 
 _NOTHING = -1  # instead of a batch's number

@@ -24,8 +24,6 @@ from lightning_asgd.elastic.status_command import status
 from lightning_asgd.plan.command import plan
 from lightning_asgd.report.command import report
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "doctor": doctor,
     "serve": serve,

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["console", "in_bytes", "in_seconds", "table"]
-
 _WIDTH = 80  # columns of output that goes into a file
 
 

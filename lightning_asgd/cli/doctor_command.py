@@ -23,8 +23,7 @@ from lightning_asgd.cli.machine_checks import NOTE, OK, PROBLEM, WARNING, Check,
 from lightning_asgd.core.foundation.environment import SECRET_ENV, joined, server_address
 from lightning_asgd.core.foundation.errors import ASGDError
 from lightning_asgd.core.foundation.validation import whole
-
-__all__ = ["doctor", "examine"]
+from lightning_asgd.features import TRANSPORTS
 
 _WIDTH = 80
 _START_S = 60.0
@@ -288,7 +287,8 @@ def _transport(nodes: int, asked: str) -> Iterator[Check]:
         open_to_others = nodes > 1 and not one_machine and not registry.kind_of(name).encrypted
         yield Check(where, WARNING if open_to_others else OK, f"{name} ({why})", f"{name} {who}")
     used = registry.choose(asked, one_machine=nodes == 1)[0]
-    for name, kind in registry.TRANSPORTS.items():
+    for name in TRANSPORTS:
+        kind = registry.kind_of(name)
         several = nodes > 1 or name != used  # what is not used is looked at for several machines
         try:
             kind.check_available()

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from lightning_asgd.cli.console_tables import in_bytes
 from lightning_asgd.core.job.rank_variables import RANK_VARIABLES
 
-__all__ = ["NOTE", "OK", "PRIVATE", "PROBLEM", "WARNING", "Check", "refused"]
-
 OK, NOTE, WARNING, PROBLEM = "ok", "note", "warning", "problem"
 """States: a job would fail where there is a problem, and what a note is about if it is asked for."""
 

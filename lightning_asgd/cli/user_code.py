@@ -11,8 +11,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["module_and_loader", "named"]
-
 
 def module_and_loader(reference: str) -> tuple[Any, Any]:
     """A LightningModule and a loader of its training data, from a class or a function that needs no arguments."""

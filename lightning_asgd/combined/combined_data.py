@@ -26,8 +26,6 @@ from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.streams.loader_processes import InitCalls, same
 
-__all__ = ["CombinedData"]
-
 Item = tuple[int, list[Any]]
 """A combined batch: its number, and for each loader the samples, or None."""
 

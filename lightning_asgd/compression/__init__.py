@@ -8,7 +8,7 @@ from lightning_asgd.compression.code_choice import Auto
 from lightning_asgd.compression.codes import Cast, Int8, TopK
 from lightning_asgd.compression.low_bits import Float4, Int2, Sign
 from lightning_asgd.compression.tiles import TopTiles
-from lightning_asgd.compression.vector_code import Compression
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.validation import by_name
 
 __all__ = ["Cast", "Compression", "Float4", "Int2", "Int8", "Sign", "TopK", "TopTiles", "find_compression"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_asgd.compression.vector_code import Compression
-
-__all__ = ["NO_CODE", "Auto", "CodeCost", "LinkSpeed", "choose_code", "expected_s"]
+from lightning_asgd.core.algorithms.compression import Compression
+from lightning_asgd.core.foundation.layout import Layout
+from lightning_asgd.features import load
 
 _MOST = 0.9  # a lossier codec is chosen only if it takes at most this share of the time of the one before
 
@@ -19,6 +19,11 @@ class Auto(Compression):
 
     def __repr__(self) -> str:
         return "auto"  # as users write it
+
+    def chosen(self, connection: Any, layout: Layout) -> Compression | None:
+        """See :class:`Compression`: what link and codecs take is measured."""
+        chosen: Compression | None = load("compression.link_probe:measured_code")(connection, layout)
+        return chosen
 
 
 class LinkSpeed(NamedTuple):

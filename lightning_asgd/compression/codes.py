@@ -14,12 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression.vector_code import Compression, check_lengths
+from lightning_asgd.core.algorithms.compression import Compression, check_lengths
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
 from lightning_asgd.core.foundation.numerics import largest
 from lightning_asgd.core.foundation.validation import between, whole
-
-__all__ = ["Cast", "Int8", "TopK"]
 
 _CHUNK = 1 << 17  # values that are coded at a time: half a MB
 _SAMPLE = 1 << 14  # values looked at to guess which are among the largest

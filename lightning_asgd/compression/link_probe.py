@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightning_asgd.compression import Cast, Compression, Float4, Int8
 from lightning_asgd.compression.code_choice import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
-from lightning_asgd.compression.streams import CodecState, is_coded
+from lightning_asgd.compression.messages import LinkProbe, LinkProbed
+from lightning_asgd.compression.streams import CodecState
+from lightning_asgd.core.algorithms.compression import is_coded
 from lightning_asgd.core.calls.shared_memory import host_identity
 from lightning_asgd.core.foundation.layout import Layout, Role
-from lightning_asgd.core.protocol import LinkProbe, LinkProbed, nbytes
+from lightning_asgd.core.protocol import nbytes
 from lightning_asgd.core.worker.connection import Connection
-
-__all__ = ["measured_code"]
 
 log = logging.getLogger(__name__)
 

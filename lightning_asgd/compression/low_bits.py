@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.codes import Int8
-from lightning_asgd.compression.vector_code import Compression, check_lengths
+from lightning_asgd.core.algorithms.compression import Compression, check_lengths
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import whole
-
-__all__ = ["Float4", "Int2", "Sign"]
 
 _CHUNK = 1 << 17  # values that are coded at a time: half a MB
 _DEVIATION = 1.25  # in mean magnitudes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.core.protocol.request import Request
+from lightning_asgd.core.protocol.request import Request, publish_path
 
 __all__ = ["LinkProbe", "LinkProbed"]
 
@@ -23,5 +24,10 @@ class LinkProbe(Request):
 class LinkProbed:
     """Answer to :class:`LinkProbe`."""
 
+    has_data: ClassVar[bool] = True
+
     host: str  # the server's machine: see `shared_memory.host_identity`
     payload: Tensor | None = None  # the same bytes, if they are wanted
+
+
+publish_path(globals())

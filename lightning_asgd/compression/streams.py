@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.codes import Int8
-from lightning_asgd.compression.vector_code import Compression
-from lightning_asgd.core.foundation.layout import Groups, Role
+from lightning_asgd.core.algorithms.compression import Compression, is_coded
+from lightning_asgd.core.foundation.layout import Groups
 from lightning_asgd.core.foundation.numerics import MAX_UPDATE, is_finite, largest
-
-__all__ = ["CodecState", "Coded", "SyncPointCodec", "Updates", "Weights", "is_coded", "streams"]
 
 Coded = Any
 """What is sent for one group: a tuple of tensors, or the tensor itself where nothing is compressed."""
@@ -227,11 +225,6 @@ def streams(
         None if compression is None or here else CodecState.of(compression, groups, kept)
         for groups, here in zip(shards, shared, strict=True)
     ]
-
-
-def is_coded(role: Role, dtype: str) -> bool:
-    """Whether a group is compressed: a residual of 16 bits would lose small updates."""
-    return role is Role.PARAMETER and dtype in ("float32", "float64")
 
 
 def _plain(compression: Compression, part: Coded, out: Tensor) -> Tensor:

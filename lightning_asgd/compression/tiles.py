@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression.codes import Cast
-from lightning_asgd.compression.vector_code import Compression, check_lengths
+from lightning_asgd.core.algorithms.compression import Compression, check_lengths
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import between, whole
-
-__all__ = ["TopTiles"]
 
 _TILE = 4096  # a place in it has 12 bits
 _MAGNITUDE = 0x7FFFF000  # the bits of a float that are compared; a place takes the other 12

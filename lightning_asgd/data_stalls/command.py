@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from lightning_asgd.data_stalls.stalls import Stalls
 
-__all__ = ["measure_stalls"]
-
 
 def measure_stalls(
     *, module: str, steps: int = 50, warm_up: int = 5, repeats: int = 3, files: Path | None = None

@@ -9,8 +9,6 @@ from typing import Any
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import CallbackExtension, Extension
 
-__all__ = ["DataStallMonitor", "when_batches_are_fetched"]
-
 
 class DataStallMonitor(CallbackExtension, Extension):  # type: ignore[misc]
     """Logs the share of the training time in which batches are waited for, and that of waiting for exchanges.

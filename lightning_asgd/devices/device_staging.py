@@ -23,8 +23,6 @@ from torch import Tensor
 
 from lightning_asgd.core.calls.shared_memory import SharedBlock
 
-__all__ = ["DeviceLane", "lane_for"]
-
 _TURNS = 16  # whose durations are kept
 _STREAMS = ("Stream", "Event", "stream", "current_stream")  # what a lane takes from torch's module for a device
 # Some releases of torch have streams for these as well. But a CPU has nothing to copy, and MPS shares the CPU's memory.

@@ -20,8 +20,6 @@ from lightning_asgd.core.leases.sampler import digest
 from lightning_asgd.core.protocol import BOOTSTRAPPED, FIRST_ORDER
 from lightning_asgd.core.worker.session_client import SessionClient
 
-__all__ = ["Attachment"]
-
 _LOOP = "loop"  # what kind of loop began the run
 _LAYOUT = "layout"  # what is exchanged
 _CONSTANTS = "constants"  # the frozen parameters, and buffers that are not persistent

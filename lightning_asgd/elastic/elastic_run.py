@@ -23,14 +23,12 @@ from lightning_asgd.core.leases.common_order import CommonOrder, overlap
 from lightning_asgd.core.protocol import Policy
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.fleet import Fleet
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import HeartbeatThread
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
 from lightning_asgd.elastic.attachment import Attachment
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.replacement.late_entry import EntryPoint
-
-__all__ = ["AnyFleet", "ElasticFleet"]
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from lightning_asgd.core.foundation.environment import SECRET_ENV
+from lightning_asgd.core.foundation.environment import SECRET_ENV, joined
 from lightning_asgd.core.foundation.errors import LaunchError, ServerLostError
-from lightning_asgd.core.job.addresses import family_of, joined, resolve
+from lightning_asgd.core.job.addresses import family_of, resolve
 from lightning_asgd.core.job.secret import given, key_for
-
-__all__ = ["HealthResponder", "ask_health"]
 
 _QUESTION = b"lightning-asgd health 1\n"
 _NONCE, _CODE = 16, 32  # bytes

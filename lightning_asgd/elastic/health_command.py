@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["health"]
-
 
 def health(run: str, *, timeout_s: float = 3.0) -> int:
     """Check that the servers of an elastic run answer.

@@ -16,7 +16,7 @@ from lightning_asgd.core.job.addresses import listens
 from lightning_asgd.core.job.facts import publish_facts
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.core.job.supervisor import Supervisor
-from lightning_asgd.core.protocol import Status, StatusRequest
+from lightning_asgd.elastic.messages import Status, StatusRequest
 from lightning_asgd.hosting.host_entry import (
     CALL,
     HOST_KEY,
@@ -29,8 +29,6 @@ from lightning_asgd.hosting.host_entry import (
 )
 from lightning_asgd.hosting.lent_servers import ServerBorrower, ServerLender
 from lightning_asgd.hosting.run_host import Action, RunHost
-
-__all__ = ["RunHosting"]
 
 log = logging.getLogger(__name__)
 

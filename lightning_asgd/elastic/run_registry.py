@@ -8,8 +8,6 @@ from lightning_asgd.core.foundation.errors import LaunchError, ProtocolError, Se
 from lightning_asgd.core.protocol import BOOTSTRAPPED, PROTOCOL, Attach, Attached, RunMetadata, forget_old_orders
 from lightning_asgd.core.server.membership import Membership
 
-__all__ = ["RunRegistry", "goes_on_from"]
-
 _MOST_NAMES = 1000  # of metadata
 _MOST_SILENT = 10_000  # workers that have joined, and of which nothing was heard since
 

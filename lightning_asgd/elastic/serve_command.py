@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from lightning_asgd.hosting.host_entry import HostEntry
     from lightning_asgd.hosting.lent_servers import ServerBorrower
 
-__all__ = ["serve"]
-
 _LEASE_S = 2.5
 _START_S = 60.0
 _POLL_S = 0.2
@@ -250,9 +248,10 @@ def _version_in(
 
 def _open(transport: str, host: str, port: int) -> tuple[str, str, Rendezvous, str]:
     """The transport's name, a line about it, the rendezvous, and the network interface that servers listen on."""
+    from lightning_asgd.core.foundation.environment import joined
     from lightning_asgd.core.foundation.errors import LaunchError
     from lightning_asgd.core.job import registry
-    from lightning_asgd.core.job.addresses import LOOPBACK, interface_of, joined, local_address_towards, resolve
+    from lightning_asgd.core.job.addresses import LOOPBACK, interface_of, local_address_towards, resolve
     from lightning_asgd.core.server.process import allow_many_connections
 
     local_address_towards(LOOPBACK)  # else its error would be taken for that of the port

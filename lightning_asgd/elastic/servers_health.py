@@ -8,13 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_asgd.core.calls.transport import CallTimeoutError, Transport, answer_within
+from lightning_asgd.core.foundation.environment import joined
 from lightning_asgd.core.job import registry
-from lightning_asgd.core.job.addresses import joined
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.core.protocol import Status, StatusRequest
 from lightning_asgd.elastic.health import HealthResponder
-
-__all__ = ["ServersHealth"]
+from lightning_asgd.elastic.messages import Status, StatusRequest
 
 _ANSWER_S = 2.0  # for all servers; a health check waits longer
 _GRACE_S = 1.0  # so that a late answer is reported as such, whatever the transport says of it

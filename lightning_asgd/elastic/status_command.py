@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lightning_asgd.core.calls.transport import Transport
-    from lightning_asgd.core.protocol import Status, WorkerMetrics, WorkerStatus
-
-__all__ = ["status", "tables"]
+    from lightning_asgd.core.protocol import WorkerMetrics
+    from lightning_asgd.elastic.messages import Status, WorkerStatus
 
 _START_S = 10.0
 _ANSWER_S = 10.0
@@ -81,7 +80,7 @@ def _connect(asked: str) -> tuple[Transport, str]:
 
 def _look(transport: Transport) -> Status:
     from lightning_asgd.core.foundation.errors import ServerLostError
-    from lightning_asgd.core.protocol import Status, StatusRequest
+    from lightning_asgd.elastic.messages import Status, StatusRequest
 
     try:
         answer: Any = transport.call(0, StatusRequest(), _ANSWER_S).wait()

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-__all__ = ["end_with_agent", "requeue_job"]
-
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1

@@ -16,8 +16,6 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.engines.engine import end_with_agent, requeue_job
 
-__all__ = ["HeedsInValidation", "Requeueing", "defer_requeueing", "heed_engine", "requeueing_of"]
-
 
 def heed_engine(trainer: Any, note: Callable[[int, Any], None]) -> Callable[[], None]:
     """Leave the run with torchrun's agent, and before SLURM's time limit. Returns the undo.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.shard_client import ShardClient, restore_shards
-
-__all__ = ["Fragments"]
+from lightning_asgd.sampling.worker import kept_samples
 
 
 class Fragments:
@@ -22,7 +21,7 @@ class Fragments:
     def samples(self) -> list[dict[str, Tensor]]:
         """See :class:`Synchronizer`, here and below. Algorithms that keep any exchange the module as a whole."""
         shards, replica = self._parts[0]
-        return [replica.read(weights) for _, weights in shards.samples()]
+        return [replica.read(weights) for _, weights in kept_samples(shards.connection)]
 
     def state(self) -> list[list[Any]]:
         """What servers keep besides the weights."""

@@ -28,8 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MomentumSignal", "Signal", "signal_of"]
-
 Groups = Iterable[Mapping[str, Any]]
 States = Mapping[Any, Mapping[str, Any]]
 Summed = Callable[[Tensor], Tensor]

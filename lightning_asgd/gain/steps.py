@@ -10,8 +10,6 @@ from torch import Tensor
 
 from lightning_asgd.gain.estimate import signal_of
 
-__all__ = ["Gain"]
-
 _EVERY = 10  # steps between two looks at the states
 
 

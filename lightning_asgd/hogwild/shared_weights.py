@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,10 +15,15 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.worker.collectives import Collectives
-from lightning_asgd.core.worker.replica_spans import Place
+from lightning_asgd.core.worker.replica_spans import Place, places_of
+from lightning_asgd.core.worker.setup import Entry
 from lightning_asgd.core.worker.synchronizer import Skipped, Synchronizer, Waits
 
-__all__ = ["SharedWeights"]
+
+def connect(entry: Entry) -> SharedWeights:
+    """The weights that this worker shares with the others."""
+    algorithm, places = cast(Hogwild, entry.algorithm), places_of(entry.module, entry.layout)
+    return SharedWeights(entry.collectives, entry.layout, places, algorithm, len(entry.connection.servers))
 
 
 class SharedWeights(Synchronizer):

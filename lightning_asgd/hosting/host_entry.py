@@ -12,22 +12,6 @@ from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.job.addresses import listens
 from lightning_asgd.core.job.rendezvous import Rendezvous
 
-__all__ = [
-    "CALL",
-    "HOST_KEY",
-    "JOIN_KEY",
-    "LEASE_S",
-    "LONGEST_S",
-    "SHORTEST_S",
-    "STOP_KEY",
-    "VOTED_KEY",
-    "HostEntry",
-    "ask_host",
-    "is_address",
-    "reach_host",
-    "vote_of",
-]
-
 HOST_KEY = "host"
 """The rendezvous key of a host's entry."""
 JOIN_KEY = "host that joins"

@@ -22,16 +22,6 @@ from lightning_asgd.core.job.supervisor import Supervisor
 from lightning_asgd.core.server.process import ServerSettings
 from lightning_asgd.hosting.host_entry import HostEntry
 
-__all__ = [
-    "BorrowedServers",
-    "BorrowedShare",
-    "LentServers",
-    "ServerBorrower",
-    "ServerLender",
-    "renewal_of",
-    "servers_of_machine",
-]
-
 log = logging.getLogger(__name__)
 
 _ORDER_KEY = "servers to lend"  # at the lender

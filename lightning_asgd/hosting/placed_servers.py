@@ -35,18 +35,6 @@ from lightning_asgd.hosting.lent_servers import (
 )
 from lightning_asgd.hosting.server_hosts import ServerHosts
 
-__all__ = [
-    "NodeServers",
-    "PlacedServers",
-    "announce_servers",
-    "checked_node",
-    "end_share",
-    "lease_of",
-    "node_named",
-    "node_of",
-    "run_share",
-]
-
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0

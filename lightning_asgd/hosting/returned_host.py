@@ -20,8 +20,6 @@ from lightning_asgd.core.job.addresses import listens
 from lightning_asgd.core.job.facts import refused_in
 from lightning_asgd.core.job.rendezvous import Rendezvous
 
-__all__ = ["Arrival", "Moved", "Signpost", "program_of"]
-
 _NOTE, _FOLLOWED = "moved", "moved/followed"
 _LOOK_S, _LOOK_MOST_S, _POLL_S = 1.0, 60.0, 0.05
 _CONNECT_S = 2.0

@@ -14,8 +14,6 @@ from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.hosting.host_entry import HOST_KEY, LEASE_S, VOTED_KEY, HostEntry, ask_host, reach_host, vote_of
 
-__all__ = ["RunFinder"]
-
 log = logging.getLogger(__name__)
 
 Way = tuple[str, int]

@@ -20,8 +20,6 @@ from enum import Enum
 
 from lightning_asgd.hosting.host_entry import HostEntry
 
-__all__ = ["Action", "RunHost"]
-
 # Parts of the lease.
 _MARGIN = 0.2  # for killing servers, and for clocks of different speeds
 _FRESH = 0.6  # for which an answer says that a host is reachable

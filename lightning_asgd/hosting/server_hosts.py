@@ -21,8 +21,6 @@ from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.job.addresses import listens, resolve
 from lightning_asgd.core.job.rendezvous import Rendezvous
 
-__all__ = ["HostAddress", "ServerHosts"]
-
 _PAUSE_S = 0.2
 _CONNECT_S = 5.0
 _VOTE_S = 5.0  # that a vote counts if it is not renewed

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.layout import Groups, Layout, Piece, TensorSpec, nbytes_of
 
-__all__ = ["Block", "HeldRun", "PartLayout", "holders_of", "part_layout"]
-
 
 @dataclass(frozen=True)
 class Block:

@@ -23,8 +23,6 @@ from lightning_asgd.islands import store as island_store
 from lightning_asgd.islands.hosted_run import HostedRun
 from lightning_asgd.world import ranks as world
 
-__all__ = ["Division", "IslandPlace", "size_of_islands"]
-
 log = logging.getLogger(__name__)
 
 

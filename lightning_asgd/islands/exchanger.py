@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.algorithms import Algorithm
+from lightning_asgd.core.algorithms.base import Algorithm
 from lightning_asgd.core.foundation.errors import ServerLostError
 from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.protocol import Exchange, Reply, Rows, SharedRef
@@ -18,8 +18,6 @@ from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.shard_client import ShardClient
 from lightning_asgd.islands.part_exchange import PartExchange
-
-__all__ = ["IslandReplica", "IslandShards"]
 
 
 class IslandShards(ShardClient):

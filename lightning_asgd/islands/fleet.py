@@ -25,8 +25,6 @@ from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.islands.synchronizer import IslandSynchronizer
 
-__all__ = ["IslandFleet"]
-
 T = TypeVar("T")
 
 _POLL_S = 0.1  # for other islands to attach, or to leave

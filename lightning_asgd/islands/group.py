@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lightning_asgd.core.foundation.numerics import checksum
 
-__all__ = ["IslandGroup", "peer_has_ended", "picklable"]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException | None)
 

@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning_asgd.core.foundation.environment import joined
 from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.job import address as job_address
 from lightning_asgd.core.job import rank_variables, supervisor
 from lightning_asgd.core.job import secret as job_secret
 from lightning_asgd.core.job.address import Surroundings
-from lightning_asgd.core.job.addresses import LOOPBACK, joined, listens, resolve
+from lightning_asgd.core.job.addresses import LOOPBACK, listens, resolve
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.core.job.server_handle import child_environment
 from lightning_asgd.core.server.process import QUIET_ENV
-
-__all__ = ["HostedRun", "free_port"]
 
 _POLL_S = 0.1
 _runs = itertools.count()

@@ -10,8 +10,6 @@ from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.islands.group import IslandGroup
 from lightning_asgd.islands.shared_leases import SharedLeases
 
-__all__ = ["IslandLeases", "part_of"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.worker.replica_spans import Place, places_of
 from lightning_asgd.islands.blocks import Block
 
-__all__ = ["block_of", "is_sharded", "local_places", "reshard"]
-
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a process holds a part of it only."""

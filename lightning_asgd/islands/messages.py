@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_asgd.core.foundation.ranges import are_in_order
-from lightning_asgd.core.protocol.request import Fragment, Request
+from lightning_asgd.core.protocol.request import Fragment, Request, publish_path
 
 __all__ = ["ExchangePart", "InitPart", "Part"]
 
@@ -54,3 +54,6 @@ class ExchangePart(Request):
     exchange: int  # number of the exchange, as in `Exchange.island`
     update: tuple[Tensor, ...] | None = None  # per group, the update in its ranges; None if nothing is pushed
     fragment: Fragment = 0  # see `InitPart`
+
+
+publish_path(globals())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from lightning_asgd.core.worker.exchange_period import Schedule
 
-__all__ = ["steps_to_look"]
-
 _MOST = 64  # steps
 _LATE = 8  # an answer is noticed late by at most an eighth of its round trip, or by one step
 

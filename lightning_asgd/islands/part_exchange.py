@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.core.protocol import ExchangePart, InitPart, Leave, Part
+from lightning_asgd.core.protocol import Leave
 from lightning_asgd.core.worker.connection import Connection, done_within
 from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.replica_spans import Place
 from lightning_asgd.islands.blocks import Block, PartLayout, holders_of
 from lightning_asgd.islands.group import IslandGroup
-
-__all__ = ["Copies", "PartExchange", "PartSender"]
+from lightning_asgd.islands.messages import ExchangePart, InitPart, Part
 
 _LEAVE_S = 5.0
 

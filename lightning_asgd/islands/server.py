@@ -6,7 +6,7 @@ takes place once that and every part have arrived, so an update is applied as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +17,16 @@ from torch.futures import Future
 from lightning_asgd.core.foundation.errors import ASGDError, ProtocolError, WorkerAwayError
 from lightning_asgd.core.foundation.layout import Groups, dtype_from_name
 from lightning_asgd.core.foundation.ranges import merged
-from lightning_asgd.core.protocol import Exchange, ExchangePart, InitPart, Part, Reply, StateReport
+from lightning_asgd.core.protocol import Exchange, InitShard, Reply
+from lightning_asgd.core.server.feature import Server, ServerFeature
 from lightning_asgd.core.server.pending_replies import PendingReplies
-
-__all__ = ["CompleteExchange", "IslandParts"]
+from lightning_asgd.islands.messages import ExchangePart, InitPart, Part
+from lightning_asgd.recovery.messages import StateReport
+from lightning_asgd.recovery.state_recovery import RecoveryPhase
 
 
 @dataclass(frozen=True)
-class CompleteExchange:
+class _CompleteExchange:
     """An exchange of which everything has arrived; ``buffer`` holds the update, and then the answer."""
 
     message: Exchange
@@ -78,7 +80,7 @@ class _Island:
                 for (first, last), piece in zip(ranges, torch.split(value, sizes), strict=True):
                     whole[first:last] = piece
 
-    def add(self, message: Exchange | ExchangePart) -> CompleteExchange | None:
+    def add(self, message: Exchange | ExchangePart) -> _CompleteExchange | None:
         """Take an exchange, or a part of one; returns it once everything has arrived."""
         if isinstance(message, Exchange):
             self.message = message
@@ -99,17 +101,38 @@ class _Island:
             self.brought.clear()  # the shard has taken others
         if whole.push:
             self.join({number: part.update or () for number, part in parts.items()})
-        return CompleteExchange(whole, list(parts.values()), self.buffer)
+        return _CompleteExchange(whole, list(parts.values()), self.buffer)
 
 
-class IslandParts:
+class Islands(ServerFeature):
     """The islands of one session, by worker and fragment."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
         self._islands: dict[tuple[int, int], _Island] = {}
         self._pending = PendingReplies()
 
-    def open(self, message: InitPart) -> None:
+    def handle(self, message: Any) -> Any:
+        """See :class:`ServerFeature`."""
+        server = self._server
+        if isinstance(message, InitShard):
+            self._find(message.worker, message.fragment).groups = message.groups
+            return server.handlers[InitShard](replace(message, weights=self._weights(message.worker, message.fragment)))
+        if isinstance(message, StateReport):
+            collecting = server.state.recovery.phase is RecoveryPhase.COLLECTING
+            return server.handlers[StateReport](self._filled(message) if collecting else message)
+        session = server.heard(message)
+        if isinstance(message, InitPart):
+            return self._open(message)
+        if server.state.recovery.phase.lost:
+            return server.defer(message)
+        shard = session.shards.get(message.fragment)
+        if shard is not None:
+            self._find(message.worker, message.fragment).groups = shard.groups
+        future = self._take(message)
+        return future.value() if future.done() else future
+
+    def _open(self, message: InitPart) -> None:
         """Note which part a process exchanges, and take the values that it brings."""
         key, part = (message.worker, message.fragment), message.part
         lengths = [sum(last - first for first, last in ranges) for ranges in part.ranges]
@@ -126,13 +149,7 @@ class IslandParts:
         if message.weights is not None:
             island.brought[part.number] = message.weights
 
-    def enter(self, worker: int, fragment: int, groups: Groups) -> None:
-        """Note what the shard consists of."""
-        island = self._islands.get((worker, fragment))
-        if island is not None:
-            island.groups = groups
-
-    def weights(self, worker: int, fragment: int) -> tuple[Tensor, ...]:
+    def _weights(self, worker: int, fragment: int) -> tuple[Tensor, ...]:
         """The shard's values, which all processes of an island have brought. They are not kept any longer."""
         island = self._find(worker, fragment)
         island.prepare()
@@ -141,16 +158,18 @@ class IslandParts:
         weights, island.buffer = island.buffer, ()
         return weights
 
-    def filled(self, report: StateReport) -> StateReport:
+    def _filled(self, report: StateReport) -> StateReport:
         """A worker's report of a lost server, with the weights that the processes of an island have brought."""
-        shards = (
-            replace(held, weights=self.weights(report.worker, held.fragment)) if held.weights is None else held
-            for held in report.shards
-        )
+        session, shards = self._server.current(report.session), []
+        for held in report.shards:
+            if held.weights is None:
+                self._find(report.worker, held.fragment).groups = session.shards[held.fragment].groups
+                held = replace(held, weights=self._weights(report.worker, held.fragment))
+            shards.append(held)
         return replace(report, shards=tuple(shards))
 
-    def take(self, message: Exchange | ExchangePart, apply: Callable[[CompleteExchange], Any]) -> Future[Any]:
-        """Take an exchange or a part. ``apply`` is called once all is there: it returns the reply or a future of it."""
+    def _take(self, message: Exchange | ExchangePart) -> Future[Any]:
+        """Take an exchange or a part. The exchange takes place once all is there."""
         island = self._find(message.worker, message.fragment)
         before = island.message if isinstance(message, Exchange) else island.arrived.get(message.part)
         if before is not None:
@@ -162,7 +181,7 @@ class IslandParts:
             whole = island.add(message)
             if whole is None:
                 return future
-            answer = apply(whole)
+            answer = self._server.exchange(whole.message, whole.buffer)
         except ASGDError as error:
             self._fail(island, error)
             return future
@@ -176,7 +195,7 @@ class IslandParts:
             self._answer(whole, answer)
         return future
 
-    def _answer(self, whole: CompleteExchange, reply: Any) -> None:
+    def _answer(self, whole: _CompleteExchange, reply: Any) -> None:
         """Reply to the exchange, and to each part with the weights in its ranges."""
         weights = getattr(reply, "weights", None)
         for part in whole.parts:
@@ -198,12 +217,12 @@ class IslandParts:
         island.message, island.arrived = None, {}
 
     def forget(self, worker: int) -> None:
-        """Keep nothing of an island."""
+        """See :class:`ServerFeature`."""
         for key in [key for key in self._islands if key[0] == worker]:
             self._fail(self._islands.pop(key), WorkerAwayError(f"Island {worker} was replaced, or has left."))
 
-    def clear(self) -> None:
-        """The session is over."""
+    def close(self) -> None:
+        """See :class:`ServerFeature`."""
         for worker, _ in list(self._islands):
             self.forget(worker)
 

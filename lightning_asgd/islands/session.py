@@ -23,8 +23,6 @@ from lightning_asgd.islands.shared_leases import SharedLeases
 from lightning_asgd.islands.synchronizer import set_up_island
 from lightning_asgd.tables.served.clients import served
 
-__all__ = ["IslandSession"]
-
 
 class IslandSession(FitSession):
     """See :class:`FitSession`; ``place`` is this process's place among those that share a batch, and their number."""

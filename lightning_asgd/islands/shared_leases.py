@@ -15,8 +15,6 @@ from typing import Any
 from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.plan import Plan
 
-__all__ = ["SharedLeases"]
-
 _AHEAD_S = 0.5  # seconds of training that all know in advance; an error reaches the others at most that much later
 _BATCHES, _SAMPLES = 16, 4096  # at most this many batches and samples, since their numbers go with every shared call
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
 
-__all__ = ["meet_in", "offer", "offered", "place_of_script", "stay_on_this_machine"]
-
 _MEETING_ENV = "LIGHTNING_ASGD_MEETING"
 _met: Counter[str] = Counter()  # how often this process has met others in a file
 _GLOO_ENV = "GLOO_SOCKET_IFNAME"

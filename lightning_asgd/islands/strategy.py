@@ -25,6 +25,7 @@ from lightning_asgd.core.lightning.sync_callback import put_first
 from lightning_asgd.core.lightning.trainer_shell import TrainerShell
 from lightning_asgd.core.lightning.unattached import Takeable
 from lightning_asgd.core.worker.connection import GRACE_S
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.engines.signals import heed_engine
 from lightning_asgd.islands import store as island_store
 from lightning_asgd.islands.division import Division, size_of_islands
@@ -32,10 +33,7 @@ from lightning_asgd.islands.fleet import IslandFleet
 from lightning_asgd.islands.group import IslandGroup, peer_has_ended
 from lightning_asgd.islands.hosted_run import HostedRun
 from lightning_asgd.islands.session import IslandSession
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.programs.batch_units import counter_of
-
-__all__ = ["IslandStrategy", "become_island"]
 
 log = logging.getLogger(__name__)
 

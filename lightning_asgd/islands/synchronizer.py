@@ -25,8 +25,6 @@ from lightning_asgd.islands.local_tensors import block_of, is_sharded, local_pla
 from lightning_asgd.islands.next_look import steps_to_look
 from lightning_asgd.islands.part_exchange import Copies, PartExchange, PartSender
 
-__all__ = ["IslandSynchronizer", "set_up_island"]
-
 
 class IslandSynchronizer(Synchronizer):
     """Calls the first process's exchanger on all processes together; see :class:`Synchronizer`."""

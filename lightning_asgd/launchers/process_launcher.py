@@ -36,8 +36,6 @@ from lightning_asgd.core.lightning.launchers import check_rank, surroundings_of
 from lightning_asgd.core.protocol import Policy
 from lightning_asgd.core.worker.fleet import end_idle_membership, idle_membership
 
-__all__ = ["MultiProcessLauncher"]
-
 log = logging.getLogger(__name__)
 
 _mp: Any = torch.multiprocessing

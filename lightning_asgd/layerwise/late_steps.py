@@ -8,8 +8,6 @@ import torch
 
 from lightning_asgd.algorithms import LayerWise
 
-__all__ = ["LateSteps"]
-
 
 class LateSteps:
     """Lowers learning rates for the duration of a step, and compensates SGD's momentum; see :class:`LayerWise`."""

@@ -25,12 +25,10 @@ from torch.nn import Module, Parameter
 from lightning_asgd.algorithms import LayerWise
 from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.foundation.stats import ExchangeStats
-from lightning_asgd.core.protocol import LayerGradient
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.synchronizer import Skipped, Synchronizer, Training, Waits
 from lightning_asgd.layerwise.late_steps import LateSteps
-
-__all__ = ["Layer", "LayerGradients", "layers_of"]
+from lightning_asgd.layerwise.messages import LayerGradient
 
 _BUNDLE = 1 << 18  # bytes from which a bundle is full: 20 ms at 100 Mbit/s, and some hundred times a message's cost
 _PIECE = 1 << 19  # bytes of a message over a network at most

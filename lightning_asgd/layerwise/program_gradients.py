@@ -16,8 +16,6 @@ import torch
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from lightning_asgd.layerwise.layer_gradients import LayerGradients, _Step
 
-__all__ = ["ProgramGradients"]
-
 
 class ProgramGradients(LayerGradients):
     """The same for a program that calls :meth:`before_step` before each step of its optimizers, which exist.

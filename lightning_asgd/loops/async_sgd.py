@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from torch.nn import Module
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.algorithms.config import Advanced, Timeouts
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from lightning_asgd.core.foundation.settings import refuse
@@ -27,8 +27,6 @@ from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.loops.controls import LoopControls
 from lightning_asgd.loops.member import LoopMember
 from lightning_asgd.loops.session import LoopSession
-
-__all__ = ["AsyncSGD"]
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from lightning_asgd.core.foundation.validation import whole
 from lightning_asgd.loops.leased_pass import LeasedPass, SharedData, share
 from lightning_asgd.loops.session import LoopSession
 
-__all__ = ["LoopControls"]
-
 
 class LoopControls:
     """Epochs, batches and sync points of a worker whose loop is the program's own."""

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.algorithms.config import Advanced, Timeouts
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from lightning_asgd.core.foundation.stats import ExchangeStats
@@ -31,8 +31,6 @@ from lightning_asgd.loops.controls import LoopControls
 from lightning_asgd.loops.leased_pass import LeasedPass
 from lightning_asgd.loops.member import LoopMember
 from lightning_asgd.loops.session import LoopSession
-
-__all__ = ["FabricASGDStrategy"]
 
 
 class _FabricShell(Shell):

@@ -19,8 +19,6 @@ from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.streams.find import drops_last, is_streamed, loader_of, shards_of
 from lightning_asgd.streams.leased_stream import LeasedStream
 
-__all__ = ["LeasedPass", "SharedData", "Trainee", "share"]
-
 _EXPECTED = (
     "Expected a data set with __getitem__ and __len__, whose samples workers lease by their numbers, or one with "
     "num_shards and open_shard(epoch, shard, start), whose shards they lease."

@@ -14,15 +14,13 @@ from lightning_asgd.core.job.options import LoopOptions
 from lightning_asgd.core.job.training_job import TrainingJob
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.fleet import end_idle_membership
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.engines.engine import end_with_agent, requeue_job
 from lightning_asgd.loops.session import LoopSession
 from lightning_asgd.loops.state import LoopState
 from lightning_asgd.monitor.fit_summary import count
-from lightning_asgd.monitor.metrics_board import MetricsBoard
-
-__all__ = ["LoopMember"]
 
 log = logging.getLogger(__name__)
 

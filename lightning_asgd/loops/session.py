@@ -28,8 +28,6 @@ from lightning_asgd.programs.batch_units import counter_of
 from lightning_asgd.programs.step_rounds import Rounds
 from lightning_asgd.programs.weight_changes import WeightChanges
 
-__all__ = ["LoopSession"]
-
 log = logging.getLogger(__name__)
 
 

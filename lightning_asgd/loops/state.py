@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LoopState"]
-
 log = logging.getLogger(__name__)
 
 # Settings of an optimizer that say how it computes on its device, not what.

@@ -20,8 +20,6 @@ from lightning_asgd.monitor.metric_definitions import Window, Windows, bars, mea
 from lightning_asgd.monitor.metric_log import Entry, MetricLog
 from lightning_asgd.programs.batch_units import samples_in
 
-__all__ = ["ASGDMonitor", "log_folder"]
-
 _READ_S = 1.0  # at least, between two readings of a worker's metrics
 _OF_EACH = ("samples_per_s", "wait/share")  # what is logged of each worker without ``detail="all"``
 

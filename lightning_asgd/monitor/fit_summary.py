@@ -10,8 +10,6 @@ from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.protocol import WorkerMetrics
 from lightning_asgd.monitor.metric_definitions import Window, measures
 
-__all__ = ["FitSummary", "count", "duration"]
-
 _ROOM = 78  # columns of a terminal, without the indent
 _EACH = 8  # workers whose rates are listed; of more, the slowest and the fastest
 _NAMED = 3  # lines for lost workers

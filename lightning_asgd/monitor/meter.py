@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.protocol import WorkerMetrics
 
-__all__ = ["Meter", "Waited", "binned"]
-
 _EXACT = 16  # staleness below is counted by itself: histograms stay small however stale pushes become
 
 

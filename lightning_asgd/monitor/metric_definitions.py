@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from lightning_asgd.core.protocol import WorkerMetrics
 
-__all__ = ["METRICS", "Metric", "Window", "Windows", "bars", "measures", "staleness"]
-
 
 @dataclass(frozen=True)
 class Window:

@@ -19,8 +19,6 @@ from typing import Any
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.protocol import WorkerMetrics
 
-__all__ = ["FILE", "Entry", "Fit", "MetricLog", "find_log", "read"]
-
 log = logging.getLogger(__name__)
 
 FILE = "asgd.jsonl"

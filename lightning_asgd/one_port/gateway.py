@@ -32,8 +32,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-__all__ = ["Gateway", "routing_id", "serves"]
-
 log = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"

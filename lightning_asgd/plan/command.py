@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["plan"]
-
 _WORKERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
 
 _MODELS = (60e6, 1e9, 7e9, 13e9, 70e9)  # parameters

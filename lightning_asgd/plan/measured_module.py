@@ -15,8 +15,6 @@ from lightning_asgd.plan.mini_batch import RECOMPUTED, Choice, check_solver, cho
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["MeasuredModule", "batch_table", "measure_module", "print_choice"]
-
 
 @dataclass(frozen=True)
 class MeasuredModule:

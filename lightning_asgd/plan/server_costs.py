@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least, whole
 
-__all__ = ["RECORDED", "Calibration", "ServerCosts"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCosts:

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.programs.trained_units import TrainedUnits
 
-__all__ = ["counter_of", "name_of_units", "samples_in", "tokens_in"]
-
 _IGNORED = -100  # as a label: torch's cross entropy ignores it
 
 

@@ -9,8 +9,6 @@ from torch.nn import Module
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.module_state import average, digest_of, make_identical, named_state, persistent_buffers
 
-__all__ = ["share_callback_modules"]
-
 
 def share_callback_modules(trainer: Any, collectives: Collectives) -> None:
     """Give all workers the mean of each such module's parameters, and the chief's buffers.

@@ -22,8 +22,6 @@ from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.monitor.callback import log_folder
 from lightning_asgd.monitor.fit_summary import FitSummary, count
 
-__all__ = ["FitMessages", "exchanges", "rate_advice", "start_line"]
-
 log = logging.getLogger(__name__)
 
 ALONE = "A-SGD: only one worker. To add workers: Trainer(devices=2), num_nodes=2, or a run of `lightning-asgd serve`."

@@ -21,8 +21,6 @@ from lightning_asgd.core.lightning.private_names import batch_in_epoch, training
 from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 
-__all__ = ["FixedSplit", "datasets_of", "is_dealt"]
-
 log = logging.getLogger(__name__)
 
 _DIGESTED = 1 << 20  # bytes of each tensor, at most

@@ -9,8 +9,6 @@ import torch
 
 from lightning_asgd.algorithms.averaging import restarted_period
 
-__all__ = ["restarted_nsync"]
-
 
 def restarted_nsync(steps: float, workers: int, optimizers: Sequence[Any], warn: Callable[[str], None]) -> int:
     """Steps between two exchanges, if each worker takes ``steps``; warns of conditions that do not hold."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-__all__ = ["Rounds"]
-
 _PATIENCE = 16  # rounds in a row
 
 

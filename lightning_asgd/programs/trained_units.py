@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TrainedUnits"]
-
 
 class TrainedUnits:
     """Counts batches, and knows which of them are in optimizer steps.

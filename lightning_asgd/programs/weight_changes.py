@@ -12,8 +12,6 @@ from lightning_asgd.core.algorithms.base import Algorithm, Payload
 from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 
-__all__ = ["ChangesBetweenBatches", "UnseenSteps", "WeightChanges", "normed_embeddings"]
-
 log = logging.getLogger(__name__)
 
 

@@ -15,16 +15,14 @@ from typing import Any
 import psutil
 import ray
 
-from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
+from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV, joined
 from lightning_asgd.core.job import reaper
-from lightning_asgd.core.job.addresses import interface_of, joined
+from lightning_asgd.core.job.addresses import interface_of
 from lightning_asgd.core.job.rendezvous import Rendezvous, successor_of
 from lightning_asgd.core.job.supervisor import Supervisor
 from lightning_asgd.core.server.process import ServerSettings
 from lightning_asgd.ray import reports
 from lightning_asgd.ray.reports import Storage
-
-__all__ = ["FINISHED", "STOPPED", "Board", "RunAddress", "ServerActor", "WorkerActor", "end_process", "first_key"]
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,6 @@ import torch
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.job import supervisor
 
-__all__ = ["PickledTrainer", "is_needed"]
-
 _SCRIPT = str(Path(__file__).with_name("pickled_worker.py"))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import sys
 
-__all__ = ["run_copy"]
-
 
 def run_copy() -> None:
     """Run the Trainer's method as the worker that the environment says."""

@@ -17,8 +17,6 @@ from ray.train import Checkpoint
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.lightning.class_trees import CallbackExtension, Extension
 
-__all__ = ["ReportCallback", "Storage", "enter", "get_checkpoint", "leave", "report_metrics"]
-
 log = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.ckpt"

@@ -16,8 +16,6 @@ from lightning_asgd.ray.actors import Board
 from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_plan import RunPlan
 
-__all__ = ["RunBoard", "RunServer", "RunWorker"]
-
 log = logging.getLogger(__name__)
 
 _SILENT_S = 30.0  # without an answer, after which a warning says that the workers wait for it

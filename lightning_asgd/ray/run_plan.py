@@ -10,8 +10,6 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import seconds, whole
 from lightning_asgd.core.job import registry
 
-__all__ = ["RunPlan", "actor_options"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:

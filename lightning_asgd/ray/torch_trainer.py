@@ -16,8 +16,6 @@ from ray.train.torch import TorchConfig, get_device
 from lightning_asgd.core.job.addresses import LOOPBACK, family_of
 from lightning_asgd.core.lightning.strategy import ASGDStrategy
 
-__all__ = ["ASGDConfig", "RayASGDStrategy"]
-
 
 class _ASGDBackend(Backend):  # type: ignore[misc]
     """Gives the workers their ranks and the address of the job. There is no process group to make or to destroy."""

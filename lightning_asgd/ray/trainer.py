@@ -34,8 +34,6 @@ from lightning_asgd.ray.reports import Storage
 from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
 from lightning_asgd.ray.run_plan import RunPlan, actor_options
 
-__all__ = ["ASGDRun", "ASGDTrainer"]
-
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5

@@ -11,13 +11,12 @@ from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ProtocolError, WorkerAwayError
 from lightning_asgd.core.foundation.stats import UNAPPLIED, Verdict
-from lightning_asgd.core.protocol import Exchange, ReplicaState, Reply
+from lightning_asgd.core.protocol import Exchange, Reply
 from lightning_asgd.core.worker.connection import COORDINATOR, done_within
 from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.shard_client import InFlight, ShardClient
 from lightning_asgd.core.worker.synchronizer import Waits, WorkFeed
-
-__all__ = ["ExchangeLog"]
+from lightning_asgd.recovery.messages import ReplicaState
 
 
 class ExchangeLog:

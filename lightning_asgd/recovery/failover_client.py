@@ -20,21 +20,13 @@ from dataclasses import dataclass, field, replace
 from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ServerLostError, WorkerAwayError
-from lightning_asgd.core.protocol import (
-    DisconnectWatch,
-    Heartbeat,
-    HeartbeatReply,
-    LeaseHoldings,
-    ReplayDone,
-    StateReport,
-)
+from lightning_asgd.core.protocol import DisconnectWatch, Heartbeat, HeartbeatReply, LeaseHoldings
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.connection import COORDINATOR, AnotherLost
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.synchronizer import run
-
-__all__ = ["FailoverClient"]
+from lightning_asgd.recovery.messages import ReplayDone, StateReport
 
 _FOREVER_S = 0.0  # for a transport: no time-out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_asgd.core.foundation.ranges import are_in_order
 from lightning_asgd.core.protocol.lease import LeaseHoldings, is_key
-from lightning_asgd.core.protocol.request import Fragment, Request
+from lightning_asgd.core.protocol.request import Fragment, Request, publish_path
 
 __all__ = ["ReplayDone", "ReplicaState", "StateReport"]
 
@@ -48,7 +48,15 @@ class StateReport(Request):
     # The last of every `RunMetadata` that it knows, for the coordinator.
     notes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the processes of an island have brought the weights: see `InitPart`."""
+        return any(held.weights is None for held in self.shards)
+
 
 @dataclass(frozen=True)
 class ReplayDone(Request):
     """A worker has sent again what the weights do not hold. Answered when all have."""
+
+
+publish_path(globals())

@@ -17,8 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["CHUNK", "ShardCopy", "complete"]
-
 CHUNK = 1 << 18
 """Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
 

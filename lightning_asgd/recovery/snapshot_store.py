@@ -22,8 +22,6 @@ from lightning_asgd.core.foundation.errors import SnapshotError
 from lightning_asgd.core.foundation.whole_file import whole_file
 from lightning_asgd.core.protocol import PROTOCOL, Epoch, Policy, codec
 
-__all__ = ["Snapshot", "Snapshots"]
-
 log = logging.getLogger(__name__)
 
 

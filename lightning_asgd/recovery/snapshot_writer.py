@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 
 from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots
 
-__all__ = ["SnapshotWriter"]
-
 
 class SnapshotWriter(AbstractContextManager["SnapshotWriter"]):
     """Writes a server's snapshots from a thread, and with ``at_end`` a last one when it is closed.

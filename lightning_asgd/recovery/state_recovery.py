@@ -12,9 +12,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from lightning_asgd.core.protocol import LeaseHoldings, ReplicaState, StateReport
-
-__all__ = ["RecoveryPhase", "StateRecovery"]
+from lightning_asgd.core.protocol import LeaseHoldings
+from lightning_asgd.recovery.messages import ReplicaState, StateReport
 
 _REPORT_S = 20.0  # in which workers notice that a server was lost, and begin to report to its replacement
 

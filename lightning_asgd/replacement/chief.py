@@ -11,8 +11,6 @@ from typing import Any
 from lightning_asgd.core.lightning.checkpointing import checkpoint_states
 from lightning_asgd.core.lightning.private_names import batches_begun, csv_logger, csv_version, is_a, wandb_logger
 
-__all__ = ["chief_state", "take_over"]
-
 log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.synchronizer import Held, Synchronizer
 
-__all__ = ["LastState", "last_state", "write_last_checkpoint"]
-
 log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from lightning_asgd.core.protocol import Joined, RankHeld
 from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.session_client import SessionClient
 
-__all__ = ["EntryPoint", "await_entry", "publish_entry", "take_rank"]
-
 _NAME = "entry"
 _ASK_AGAIN_S = 0.1
 

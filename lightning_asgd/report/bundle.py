@@ -17,8 +17,6 @@ from lightning_asgd.cli.console_tables import in_bytes
 from lightning_asgd.cli.machine_checks import PRIVATE, number_of_machines
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["events_in_order", "pack", "redacted"]
-
 _PACKED = ("*.jsonl", "metrics.csv", "hparams.yaml", "config.yaml", "*.log", "*.out", "*.err", "*.txt", "report.html")
 _LOGS = ("*.log", "*.out", "*.err", "*.txt")
 _LARGEST, _ALL = 16_000_000, 100_000_000  # bytes of a file, and of all files

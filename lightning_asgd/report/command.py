@@ -8,8 +8,6 @@ from pathlib import Path
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.report.bundle import pack
 
-__all__ = ["report"]
-
 
 def report(run_dir: str, *, out: str | None = None, bundle: Path | bool = False) -> int | None:
     """Write a page about a run from its logs.

@@ -17,8 +17,6 @@ import numpy as np
 from lightning_asgd.core.protocol import WorkerMetrics
 from lightning_asgd.monitor.metric_log import Fit
 
-__all__ = ["STATES", "Curves", "totals"]
-
 _FEWEST, _MOST = 12, 120  # parts that the time is cut into
 _KNOWN = 0.9  # of the time is shown at least, even if a living worker has reported nothing since
 _WINDOW = 15  # the smoothed loss is a mean over a 15th of them

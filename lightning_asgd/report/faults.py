@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from lightning_asgd.monitor.metric_log import Fit
 
-__all__ = ["KINDS", "Fault", "faults", "places"]
-
 KINDS = {
     "lost": "worker lost",
     "replaced": "worker replaced",

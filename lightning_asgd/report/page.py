@@ -17,8 +17,6 @@ from lightning_asgd.report.page_style import page_style
 from lightning_asgd.report.pictures import FAULT_COLOURS, METRICS, ROWS, Picture, draw
 from lightning_asgd.report.waiting import explained
 
-__all__ = ["write"]
-
 _CAPTIONS = {
     "loss-by-seconds": "Mean training loss of all workers. The strong line is the mean over a sliding window of a "
     "fifteenth of the fit, the faint one over each moment alone. Validations and start-up take time too.",

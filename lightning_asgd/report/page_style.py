@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from lightning_asgd.report.picture_style import DARK, PAPER
 
-__all__ = ["page_style"]
-
 _RULES = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 1rem/1.55 system-ui, -apple-system, "Segoe UI",

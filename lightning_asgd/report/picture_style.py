@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["DARK", "PAPER", "SERIES", "STYLE", "SYSTEM_COLOURS", "logarithmic", "pyplot"]
-
 PAPER = {
     "blue": "#2a55cc",
     "orange": "#e08a00",

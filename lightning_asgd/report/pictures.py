@@ -22,8 +22,6 @@ from lightning_asgd.report.curves import STATES, Curves, totals
 from lightning_asgd.report.faults import KINDS, Fault, faults
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic
 
-__all__ = ["FAULT_COLOURS", "METRICS", "ROWS", "Picture", "draw", "for_page"]
-
 METRICS = 12  # validation metrics that are drawn
 _WIDTH, _HEIGHT, _DPI = 5.0, 2.7, 200  # inches, pixels per inch
 ROWS = 12  # workers in the timeline: more would not be readable

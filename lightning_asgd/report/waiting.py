@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from lightning_asgd.monitor.metric_log import Fit
 from lightning_asgd.report.curves import STATES, totals
 
-__all__ = ["explained"]
-
 _SMALL = 0.05  # share of the time below which a state needs no explanation
 _UNEVEN = 0.15  # difference of two workers' shares at sync points above which they are named
 

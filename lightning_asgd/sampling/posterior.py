@@ -12,8 +12,6 @@ from torch.nn import Module
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["averaged_prediction"]
-
 _NARROW = (torch.float16, torch.bfloat16)
 
 

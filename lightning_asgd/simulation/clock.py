@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-__all__ = ["VirtualClock"]
-
 
 class VirtualClock:
     """Scheduled events; time jumps from one to the next, in the order of their scheduling. Returns the time in s."""

@@ -8,8 +8,6 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least, whole
 from lightning_asgd.simulation.speeds import Speed
 
-__all__ = ["Crash", "LateWorker"]
-
 
 @dataclass(frozen=True)
 class Crash:

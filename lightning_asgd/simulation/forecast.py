@@ -10,8 +10,6 @@ from lightning_asgd.simulation.report import Report
 from lightning_asgd.simulation.run import Simulation
 from lightning_asgd.simulation.speeds import Constant
 
-__all__ = ["forecast", "simulated_efficiency"]
-
 
 def forecast(job: Job, exchanges: int = 20) -> Report:
     """Simulate a job whose workers wait rather than take more than ``nsync`` steps between two exchanges.

@@ -26,8 +26,6 @@ from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.synchronizer import Training
 from lightning_asgd.simulation.worker import Life, SimulatedWorker, Work
 
-__all__ = ["LeasedData", "LeasedWorker"]
-
 
 @dataclass(frozen=True)
 class LeasedData:

@@ -35,8 +35,6 @@ from lightning_asgd.simulation.problems import Quadratic
 from lightning_asgd.simulation.run import Running, Simulation
 from lightning_asgd.simulation.speeds import LogNormal
 
-__all__ = ["WORKERS", "ServerProcess", "measure", "server_process"]
-
 WORKERS = (16, 64, 256, 1024)
 _STEPS, _BATCH = 6, 32  # of a simulated worker's part of an epoch, and samples of a step
 _SCALARS = 1000  # of a small shard

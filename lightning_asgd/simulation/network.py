@@ -36,8 +36,6 @@ from lightning_asgd.core.protocol import nbytes as nbytes_of
 from lightning_asgd.plan.server_costs import ServerCosts
 from lightning_asgd.simulation.clock import VirtualClock
 
-__all__ = ["Link", "Network", "Wires"]
-
 _AT_ONCE = Join, InitShard, OpenEpoch
 
 

@@ -19,8 +19,6 @@ from lightning_asgd.core.protocol import JointState, UntrainedState
 from lightning_asgd.core.protocol.reductions import reduce
 from lightning_asgd.core.worker.untrained_state import is_statistic
 
-__all__ = ["ModuleProblem", "Problem", "Quadratic"]
-
 
 class Problem(ABC):
     """A loss to make small."""

@@ -34,8 +34,6 @@ from lightning_asgd.simulation.report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Speed
 from lightning_asgd.simulation.worker import Life, NamedWeights, SimulatedWorker, Work
 
-__all__ = ["Running", "Simulation"]
-
 _SESSION = "simulation"
 _EXCHANGE = ("nsync", "algorithm", "compression", "advanced")
 _POINTS = 100  # of the reported loss

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least
 
-__all__ = ["Constant", "LogNormal", "Speed", "Trace"]
-
 
 class Speed(ABC):
     """A distribution of step times."""

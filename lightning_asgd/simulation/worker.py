@@ -33,8 +33,6 @@ from lightning_asgd.simulation.clock import VirtualClock
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.speeds import Speed
 
-__all__ = ["Life", "NamedWeights", "SimulatedWorker", "Work"]
-
 Life = Generator["float | list[Future[Any]]", None, Any]
 """What a worker does: it stops for a number of seconds, or until these futures are done."""
 

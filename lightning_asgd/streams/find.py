@@ -12,8 +12,6 @@ from lightning_asgd.streams.random_access import lit_data, mosaic_ml
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.web_dataset import web_dataset
 
-__all__ = ["batch_of", "collate_of", "drops_last", "is_streamed", "loader_of", "shards_in", "shards_of"]
-
 # By the names of their classes, so that none of these libraries is imported.
 _LIBRARIES = {
     "datasets.iterable_dataset.IterableDataset": hugging_face,

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning_asgd.streams.sharded_data import ShardedData
 
-__all__ = ["hugging_face"]
-
 # What yields the same samples from each source, whichever others there are.
 _PER_SOURCE = {
     "ArrowExamplesIterable",

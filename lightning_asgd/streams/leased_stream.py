@@ -17,8 +17,6 @@ from lightning_asgd.streams.parallel_reader import ParallelReader
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.stream_reader import StreamReader
 
-__all__ = ["LeasedStream"]
-
 
 class LeasedStream:
     """The samples of a dataloader, epoch after epoch. ``name``: digest of its data; ``seed``: of the shards' orders."""

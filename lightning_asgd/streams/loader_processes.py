@@ -12,8 +12,6 @@ from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.step_maker import MadeStep, StepMaker, StepOrder
 
-__all__ = ["InitCalls", "LoaderProcesses", "load_next", "same"]
-
 
 class LoaderProcesses:
     """As many processes as a dataloader has, each a dataloader of its own, so that it is known which makes a step.

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 from lightning_asgd.core.foundation.ranges import without
 from lightning_asgd.streams.step_maker import MadeStep, StepOrder
 
-__all__ = ["ParallelReader", "Processes"]
-
 
 class Processes(Protocol):
     """Loader processes, each with a :class:`StepMaker`."""

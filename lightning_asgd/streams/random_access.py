@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_asgd.streams.sharded_data import ShardedData
 
-__all__ = ["lit_data", "mosaic_ml"]
-
 
 def lit_data(dataset: Any) -> ShardedData | str:
     """The chunks of a ``litdata.StreamingDataset``, or why it cannot be read by them."""

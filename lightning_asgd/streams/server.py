@@ -23,8 +23,6 @@ from lightning_asgd.core.leases.table import Leases
 from lightning_asgd.core.leases.totals import WorkerLeases
 from lightning_asgd.core.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseRequest
 
-__all__ = ["StreamLeases", "leases_of"]
-
 _ENDLESS = 100  # free ranges that are as good as endless; to count the samples in them would take long
 
 

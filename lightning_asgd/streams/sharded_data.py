@@ -17,8 +17,6 @@ from lightning_asgd.core.foundation.numerics import as_bytes
 from lightning_asgd.core.leases.random_numbers import RandomNumbers
 from lightning_asgd.core.protocol import UNKNOWN
 
-__all__ = ["ShardedData"]
-
 
 @dataclass(frozen=True)
 class ShardedData:

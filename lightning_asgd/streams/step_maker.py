@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning_asgd.streams.stream_reader import OpenShards
 
-__all__ = ["MadeStep", "StepMaker", "StepOrder"]
-
 
 @dataclass(frozen=True)
 class StepOrder:

@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.ranges import without
 
-__all__ = ["OpenShard", "OpenShards", "StreamReader"]
-
 _NEVER = 1 << 62  # a position behind all others: the shard is opened again
 _OPEN = 4  # shards at a time: one, and near the end of an epoch those that other workers read too
 

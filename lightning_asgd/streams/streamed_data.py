@@ -14,8 +14,6 @@ from lightning_asgd.core.protocol import UNKNOWN, Epoch
 from lightning_asgd.streams.leased_stream import LeasedStream
 from lightning_asgd.streams.sharded_data import ShardedData
 
-__all__ = ["StreamedData"]
-
 
 class StreamedData:
     """The data of one fit, whose dataloader is replaced while they are leased. ``name`` is their digest."""

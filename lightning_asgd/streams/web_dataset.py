@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning_asgd.streams.sharded_data import ShardedData
 
-__all__ = ["web_dataset"]
-
 _BEFORE = {"shuffle", "detshuffle", "single_node_only", "split_by_node", "split_by_worker"}
 # What yields, from a shard, samples that depend on nothing else.
 _AFTER = {

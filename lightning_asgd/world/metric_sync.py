@@ -13,8 +13,6 @@ from torch.nn import Module
 from lightning_asgd.core.lightning.class_trees import torchmetrics
 from lightning_asgd.core.worker.collectives import Collectives
 
-__all__ = ["let_metrics_ask", "synchronise_metrics"]
-
 
 def metrics_of(*owners: Any) -> list[Any]:
     """Every torchmetrics ``Metric`` of modules and callbacks, also those in their plain lists and dictionaries."""

@@ -22,8 +22,6 @@ from lightning_asgd.core.foundation.errors import CollectiveMismatchError, Colle
 from lightning_asgd.core.protocol.reductions import reduce
 from lightning_asgd.core.worker.collectives import Collectives, Phase, reduce_op_name, unequal
 
-__all__ = ["BACKEND", "GuardedStore", "RankInfo", "WorkersGroup", "served_through"]
-
 log = logging.getLogger(__name__)
 
 BACKEND = "asgd"

@@ -22,16 +22,6 @@ from lightning_asgd.core.job import rank_variables
 from lightning_asgd.core.worker.fleet import end_idle_membership
 from lightning_asgd.world.process_group import BACKEND, GuardedStore, RankInfo, WorkersGroup
 
-__all__ = [
-    "announce",
-    "check_module",
-    "collectives_are_real",
-    "is_ours",
-    "note_island_group",
-    "release_process_group",
-    "withdraw",
-]
-
 log = logging.getLogger(__name__)
 
 _dist: Any = dist  # a build without it lacks the names below; asked for only when used

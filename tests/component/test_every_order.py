@@ -40,7 +40,7 @@ from lightning_asgd.core.calls.reliable_calls import Acknowledgements, ReplyCach
 from lightning_asgd.core.calls.transport import Transport
 from lightning_asgd.core.foundation.errors import ServerLostError
 from lightning_asgd.core.foundation.layout import build_layout
-from lightning_asgd.core.protocol import DisconnectWatch, Heartbeat, Policy, StateReport, SyncReport
+from lightning_asgd.core.protocol import DisconnectWatch, Heartbeat, Policy, SyncReport
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.server.shard import Shard
@@ -57,6 +57,7 @@ from lightning_asgd.core.worker.synchronizer import Training, WorkFeed, run
 from lightning_asgd.elastic.attachment import Attachment
 from lightning_asgd.recovery import exchange_recovery as recovery_module
 from lightning_asgd.recovery.failover_client import FailoverClient
+from lightning_asgd.recovery.messages import StateReport
 from lightning_asgd.recovery.state_recovery import StateRecovery
 from tests.helpers.orders import Actors, Explored, explore, fingerprint
 

@@ -18,7 +18,7 @@ from lightning_asgd.core.protocol import Policy
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
-from lightning_asgd.monitor.metrics_board import MetricsBoard
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 
 
 class Two:

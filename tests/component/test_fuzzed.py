@@ -16,6 +16,7 @@ import torch
 from torch.futures import Future
 
 from lightning_asgd.algorithms import ASGD, Barrier
+from lightning_asgd.compression.messages import LinkProbe
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.leases.totals import WorkerLeases
@@ -30,28 +31,25 @@ from lightning_asgd.core.protocol import (
     Heartbeat,
     InitShard,
     Join,
-    LayerGradient,
     LeaseHoldings,
     LeaseRequest,
     Leave,
-    LinkProbe,
     OpenEpoch,
     Policy,
-    ReplayDone,
-    ReplicaState,
     Reply,
     Request,
     RunMetadata,
-    Samples,
     ShardState,
-    StateReport,
-    StatusRequest,
     WorkerMetrics,
     codec,
     forget_old_orders,
 )
 from lightning_asgd.core.protocol.field_types import checked
 from lightning_asgd.core.server.service import Service
+from lightning_asgd.elastic.messages import StatusRequest
+from lightning_asgd.layerwise.messages import LayerGradient
+from lightning_asgd.recovery.messages import ReplayDone, ReplicaState, StateReport
+from lightning_asgd.sampling.messages import Samples
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)
 EPOCH = Epoch("s/0", 1000, (500, 1000), b"")

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_asgd.core.foundation.errors import WorkerLostError
 from lightning_asgd.core.protocol import HeartbeatReply, WorkerMetrics
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import HeartbeatThread
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 
 DEADLINE_S = 10.0
 

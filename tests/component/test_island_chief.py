@@ -10,10 +10,10 @@ import torch
 
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.protocol import Policy
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.participation import Participation
 from lightning_asgd.elastic.attachment import Attachment
 from lightning_asgd.islands.fleet import IslandFleet
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.sampling.optim import SGLD
 from tests.helpers.actor_islands import ActorGroup, Talk
 

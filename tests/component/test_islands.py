@@ -17,12 +17,13 @@ from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.layout import Groups, Role
 from lightning_asgd.core.foundation.process_name import this_process
 from lightning_asgd.core.foundation.stats import Verdict
-from lightning_asgd.core.protocol import Exchange, ExchangePart, Failure, InitPart, InitShard, Join, Leave, Part, Reply
+from lightning_asgd.core.protocol import Exchange, Failure, InitShard, Join, Leave, Reply
 from lightning_asgd.core.protocol.field_types import checked
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.setup import Start
 from lightning_asgd.core.worker.synchronizer import Training, run
 from lightning_asgd.islands.group import peer_has_ended
+from lightning_asgd.islands.messages import ExchangePart, InitPart, Part
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.islands.synchronizer import IslandSynchronizer, set_up_island
 from tests.helpers.actor_islands import ActorGroup, Talk

@@ -14,12 +14,12 @@ from lightning_asgd import Advanced
 from lightning_asgd.algorithms import StreamingDiLoCo
 from lightning_asgd.compression import link_probe
 from lightning_asgd.compression.link_probe import measured_code
+from lightning_asgd.compression.messages import LinkProbe, LinkProbed
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.calls.inprocess import InProcessTransport
 from lightning_asgd.core.calls.shared_memory import host_identity
 from lightning_asgd.core.foundation.layout import Layout
-from lightning_asgd.core.protocol import Exchange, InitShard, LinkProbe, LinkProbed, nbytes
-from lightning_asgd.core.worker import setup as worker_setup
+from lightning_asgd.core.protocol import Exchange, InitShard, nbytes
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.setup import set_up
@@ -143,7 +143,7 @@ def test_the_slowest_of_two_other_machines_decides(caplog: pytest.LogCaptureFixt
 
 def test_the_largest_fragment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    monkeypatch.setattr(worker_setup, "measured_code", lambda _, layout: measured.append(layout.nbytes))
+    monkeypatch.setattr(link_probe, "measured_code", lambda _, layout: measured.append(layout.nbytes))
     cluster, _, client = joined(None)
     module = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 30), torch.nn.Linear(30, 40, bias=False))
     config = ExchangeConfig.create(nsync=8, algorithm=StreamingDiLoCo(parts=3), compression="auto")

@@ -36,29 +36,26 @@ from lightning_asgd.core.protocol import (
     Leave,
     OpenEpoch,
     Policy,
-    ReplicaState,
     RunMetadata,
-    StateReport,
-    Status,
-    StatusRequest,
     WorkerMetrics,
-    WorkerStatus,
 )
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.shard_client import ShardClient
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.core.worker.synchronizer import Training, run
 from lightning_asgd.elastic.attachment import Attachment
 from lightning_asgd.elastic.elastic_run import ElasticFleet
+from lightning_asgd.elastic.messages import Status, StatusRequest, WorkerStatus
+from lightning_asgd.elastic.server import view
 from lightning_asgd.elastic.status_command import tables
-from lightning_asgd.elastic.status_report import view
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.recovery.failover_client import FailoverClient
+from lightning_asgd.recovery.messages import ReplicaState, StateReport
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import summary

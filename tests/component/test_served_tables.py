@@ -19,16 +19,16 @@ from torch.nn import Embedding
 
 from lightning_asgd.core.calls.inprocess import InProcessTransport
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
-from lightning_asgd.core.protocol import FetchRows, Join, Leave, PushRows, TableSpec
+from lightning_asgd.core.protocol import Join, Leave
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.tables.served import row_files
 from lightning_asgd.tables.served.client import TableClient
 from lightning_asgd.tables.served.clients import TableClients
 from lightning_asgd.tables.served.embedding import ServedEmbedding
+from lightning_asgd.tables.served.messages import FetchRows, PushRows, TableSpec
 from lightning_asgd.tables.served.row_cache import RowCache
 from lightning_asgd.tables.served.row_store import RowStore, first_values, read_rows
-from lightning_asgd.tables.served.server import ServedTables
 
 ROWS, WIDTH = 30, 4
 
@@ -43,8 +43,7 @@ class Servers:
 
     def __init__(self, servers: int = 1, workers: int = 1) -> None:
         self.services = [Service(lambda: 0.0) for _ in range(servers)]
-        self.tables = [ServedTables(service.handle) for service in self.services]
-        self.transport = InProcessTransport([each.handle for each in self.tables])
+        self.transport = InProcessTransport([each.handle for each in self.services])
         self.workers = workers
         for server in range(servers):
             for worker in range(workers):
@@ -55,7 +54,7 @@ class Servers:
         return TableClient(table, lambda: connection, cache_rows, max_age, lambda: 1.0)
 
     def close(self) -> None:
-        for each in self.tables:
+        for each in self.services:
             each.close()
 
 

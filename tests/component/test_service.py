@@ -31,13 +31,11 @@ from lightning_asgd.core.protocol import (
     Leave,
     OpenEpoch,
     Policy,
-    ReplayDone,
-    ReplicaState,
     Reply,
-    StateReport,
     WorkerMetrics,
 )
 from lightning_asgd.core.server.service import Service
+from lightning_asgd.recovery.messages import ReplayDone, ReplicaState, StateReport
 from tests.helpers.cluster import summary
 
 GROUPS = ((Role.PARAMETER, "float32", 3),)

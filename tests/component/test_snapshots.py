@@ -47,12 +47,11 @@ from lightning_asgd.core.protocol import (
     Leave,
     OpenEpoch,
     Policy,
-    ReplicaState,
     RunMetadata,
-    StateReport,
-    StatusRequest,
 )
 from lightning_asgd.core.server.service import Service
+from lightning_asgd.elastic.messages import StatusRequest
+from lightning_asgd.recovery.messages import ReplicaState, StateReport
 from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots
 from lightning_asgd.recovery.snapshot_writer import SnapshotWriter
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD

@@ -23,12 +23,13 @@ from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolEr
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.addresses import LOOPBACK
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.core.protocol import Attach, Contribution, Exchange, Heartbeat, StatusRequest, codec
+from lightning_asgd.core.protocol import Attach, Contribution, Exchange, Heartbeat, codec
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.connection import Connection, done_within
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.shard_client import ShardClient
+from lightning_asgd.elastic.messages import StatusRequest
 from lightning_asgd.transports.zmq.server import ZmqServer
 from lightning_asgd.transports.zmq.sockets import keys_of
 from lightning_asgd.transports.zmq.transport import ZmqTransport

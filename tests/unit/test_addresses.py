@@ -9,17 +9,15 @@ import sys
 
 import pytest
 
-from lightning_asgd.core.foundation.environment import run_place, server_address
+from lightning_asgd.core.foundation.environment import joined, parted, run_place, server_address
 from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
 from lightning_asgd.core.job.addresses import (
     LOOPBACK,
     ServerAddress,
     interface_of,
     is_loopback,
-    joined,
     listen,
     local_address_towards,
-    parted,
     resolve,
 )
 

@@ -40,7 +40,7 @@ def without_pyzmq(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ConfigurationError("no pyzmq")
 
-    monkeypatch.setattr(registry.TRANSPORTS["zmq"], "check_available", missing)
+    monkeypatch.setattr(registry.kind_of("zmq"), "check_available", missing)
 
 
 def test_machines_with_a_secret_and_pyzmq_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_asgd.core.protocol import HeartbeatReply, WorkerMetrics
 from lightning_asgd.core.protocol.codec import decode, encode
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.monitor.meter import binned
 from lightning_asgd.monitor.metric_definitions import METRICS, Window, Windows, bars, measures, staleness
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 
 EARLIER = WorkerMetrics(
     **{

@@ -34,11 +34,12 @@ from lightning_asgd.algorithms import (
 from lightning_asgd.algorithms.rounds import Barrier
 from lightning_asgd.core.algorithms.base import Push, Run, Transform
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
-from lightning_asgd.core.protocol import Samples
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.sampling.messages import Samples
 from lightning_asgd.sampling.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 from lightning_asgd.sampling.posterior import averaged_prediction
+from lightning_asgd.sampling.worker import kept_samples
 from tests.helpers.cluster import SESSION, Cluster
 
 COORDINATES, NUM_DATA, PRIOR = 2000, 20, 5.0
@@ -124,7 +125,7 @@ def sample(
 
 def collected(exchanger: Exchanger) -> dict[int, dict[str, Tensor]]:
     (channel,) = exchanger.channels
-    return {version: channel.replica.read(shards) for version, shards in channel.shards.samples()}
+    return {version: channel.replica.read(shards) for version, shards in kept_samples(channel.shards.connection)}
 
 
 def plan(workers: int, nsync: int, rate: float, cls: Any = SGMCMC, samples: int = 8, **settings: Any) -> Any:
@@ -301,10 +302,10 @@ def test_samples_of_another_session_are_refused() -> None:
     cluster = Cluster()
     weight = torch.zeros(2)
     exchanger = cluster.enter(0, {"w": weight}, nsync=1, algorithm=SGMCMC())
-    assert exchanger.channels[0].shards.samples() == []
+    assert kept_samples(exchanger.channels[0].shards.connection) == []
     exchanger.client.connection.session = "another"
     with pytest.raises(ProtocolError, match="Session 'another' is not the current one"):
-        exchanger.channels[0].shards.samples()
+        kept_samples(exchanger.channels[0].shards.connection)
     client = cluster.client()
     client.join()
     assert cluster.transport.call(0, Samples(SESSION, 0), 1.0).wait() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_asgd.core.protocol import ReplicaState, StateReport
+from lightning_asgd.recovery.messages import ReplicaState, StateReport
 from lightning_asgd.recovery.state_recovery import RecoveryPhase, StateRecovery
 
 

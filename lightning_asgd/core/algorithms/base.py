@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.compression.vector_code import Compression
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import Configurable
 
@@ -260,6 +260,8 @@ class Algorithm(Configurable):
     answer: ClassVar[Answer] = Answer.WEIGHTS
     overlap: ClassVar[bool] = True
     """The default of ``overlap``: whether workers train while an exchange is in flight."""
+    averages: ClassVar[bool] = False
+    """Whether all workers continue from the mean of their weights, as ``nsync="restarted"`` needs."""
     always: ClassVar[tuple[Transform, ...]] = ()
     """Transforms that are part of the algorithm; they come last."""
 

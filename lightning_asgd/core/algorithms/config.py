@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_asgd.algorithms import ASGD, Algorithm, LocalSGD, find
-from lightning_asgd.compression import Compression, find_compression
-from lightning_asgd.core.algorithms.base import Payload
+from lightning_asgd.core.algorithms.asgd import ASGD
+from lightning_asgd.core.algorithms.base import Algorithm, Payload
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.environment import SECRET_ENV
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.settings import Advanced, Timeouts
 from lightning_asgd.core.foundation.validation import whole
+from lightning_asgd.features import load
 
 __all__ = ["SECRET_ENV", "Advanced", "ExchangeConfig", "Timeouts"]
 
@@ -74,7 +75,8 @@ class ExchangeConfig(Advanced):
         for name, value, kind in (("timeouts", timeouts, Timeouts), ("advanced", advanced, Advanced)):
             if value is not None and not isinstance(value, kind):
                 raise ConfigurationError(f"{name}={value!r}. Expected a lightning_asgd.{kind.__name__}(...).")
-        rule, advanced = find(algorithm), advanced or Advanced()
+        rule: Algorithm = ASGD() if algorithm is None else load("algorithms:find")(algorithm)
+        advanced = advanced or Advanced()
         if nsync is None:
             plain = type(rule) is ASGD and not rule.transforms
             nsync = "auto" if plain and advanced.nfetch is None is advanced.npush else _NSYNC
@@ -99,7 +101,7 @@ class ExchangeConfig(Advanced):
 
 def _code(compression: Any, rule: Algorithm) -> Compression | None:
     """Find the codec that compresses pushes. An algorithm may have its own; otherwise the user chooses one."""
-    code = find_compression(compression)
+    code: Compression | None = None if compression is None else load("compression:find_compression")(compression)
     if code is not None and rule.code is not None:
         raise ConfigurationError(
             f"compression={compression!r} was given with {type(rule).__name__}, which compresses pushes with its own "
@@ -119,7 +121,7 @@ def _check_period(nsync: Any, advanced: Advanced, rule: Algorithm) -> None:
         raise ConfigurationError(
             f"nsync={nsync!r} was given together with {advanced!r}. Expected only one of nsync, nfetch and npush."
         )
-    if nsync == "restarted" and not isinstance(rule, LocalSGD):
+    if nsync == "restarted" and not rule.averages:
         raise ConfigurationError(
             f"nsync='restarted' was given with the algorithm {type(rule).__name__}. Expected algorithm='local_sgd': "
             "the rule holds where all workers continue from the mean of their weights."

@@ -10,8 +10,6 @@ from torch.futures import Future
 
 from lightning_asgd.core.calls.transport import Transport
 
-__all__ = ["InProcessTransport"]
-
 
 class InProcessTransport(Transport):
     """Calls one handler per server, such as ``Service().handle``, with copies of the messages."""

@@ -24,19 +24,7 @@ from torch.futures import Future
 
 from lightning_asgd.core.calls.transport import CallTimeoutError, Transport
 from lightning_asgd.core.foundation.ranges import RangeSet
-from lightning_asgd.core.protocol import LinkProbed, Reduced, Reply
-
-__all__ = [
-    "REPLACED",
-    "Acknowledgements",
-    "Call",
-    "EncodedOnce",
-    "LinkConnection",
-    "LinkedTransport",
-    "ReplyCache",
-    "Route",
-    "ServerLink",
-]
+from lightning_asgd.core.protocol import Reduced
 
 log = logging.getLogger(__name__)
 
@@ -342,8 +330,7 @@ def _older(callers: dict[str, _Caller], moment: float) -> list[tuple[str, _Calle
 def _holds_weights(call: Future[Any]) -> bool:
     """Whether a call was answered with weights, or with a probe's bytes."""
     try:
-        reply = call.value() if call.done() else None
-        return isinstance(reply, LinkProbed) or (isinstance(reply, Reply) and reply.weights is not None)
+        return bool(call.done() and getattr(call.value(), "has_data", False))
     except Exception:  # it failed
         return False
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from lightning_asgd.core.foundation.layout import Groups, dtype_from_name
 from lightning_asgd.core.protocol import SharedRef
 
-__all__ = ["SharedBlock", "attach", "create", "host_identity"]
-
 _NONCE = 16  # bytes
 _HEADER = 64  # bytes: the nonce, and then up to the next cache line
 _ALIGN = 64

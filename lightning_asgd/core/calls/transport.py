@@ -9,8 +9,6 @@ from typing import Any
 
 from torch.futures import Future
 
-__all__ = ["CallTimeoutError", "NetworkDownError", "Transport", "answer_within"]
-
 
 class CallTimeoutError(RuntimeError):
     """The time of a call is up. The server may be alive."""

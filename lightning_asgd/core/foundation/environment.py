@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["RUN_ENV", "SECRET_ENV", "TRANSPORT_ENV", "joined", "parted", "run_hosts", "run_place", "server_address"]
-
 SECRET_ENV = "LIGHTNING_ASGD_SECRET"
 """The secret of ``transport="zmq"``."""
 

@@ -16,21 +16,6 @@ from torch import Tensor
 
 from lightning_asgd.core.foundation.errors import ConfigurationError, LayoutMismatchError, ProtocolError
 
-__all__ = [
-    "Group",
-    "Groups",
-    "Layout",
-    "Piece",
-    "Role",
-    "TensorSpec",
-    "build_layout",
-    "check_form",
-    "dense",
-    "dtype_from_name",
-    "dtype_name",
-    "nbytes_of",
-]
-
 
 class Role(str, Enum):
     """How a server combines what the workers send for a group of tensors."""

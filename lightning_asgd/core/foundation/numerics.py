@@ -8,19 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "MAX_UPDATE",
-    "as_bytes",
-    "checksum",
-    "inner_product",
-    "is_finite",
-    "is_small_enough",
-    "is_within_bounds",
-    "largest",
-    "wide",
-    "zero_nonfinite",
-]
-
 _CHUNK = 1 << 20
 _PIECE = 1 << 14  # values: so few are added up by one thread
 MAX_UPDATE = 1e10

@@ -10,17 +10,6 @@ import uuid
 from collections.abc import Iterable
 from functools import partial
 
-__all__ = [
-    "for_users",
-    "gone_among",
-    "is_gone",
-    "living_stat",
-    "machine_and_pid",
-    "pid_of",
-    "this_network",
-    "this_process",
-]
-
 _DIGITS = 10  # of a process's number, at most
 
 

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, pairwise
 
-__all__ = ["RangeSet", "are_in_order", "common", "merged", "without"]
-
 
 def are_in_order(ranges: Iterable[tuple[int, int]], end: float) -> bool:
     """Whether ranges are ascending, do not overlap, and lie between 0 and an end."""

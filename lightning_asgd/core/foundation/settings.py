@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import seconds, whole, written
 
-__all__ = ["Advanced", "Timeouts", "refuse"]
-
 _COUNTS = ("nfetch", "npush", "min_workers", "server_machines", "max_offline_steps")
 
 

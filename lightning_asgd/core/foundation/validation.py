@@ -11,8 +11,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["Configurable", "at_least", "between", "by_name", "call_of", "one_of", "seconds", "whole", "written"]
-
 _LONGEST_S = 10_000_000  # 115 days: more than clocks and sockets can be trusted with
 _FEW = ("num_servers", "min_workers", "server_machines", "machines", "num_nodes", "island", "programs")
 

@@ -18,8 +18,6 @@ import psutil
 
 from lightning_asgd.core.foundation.errors import SnapshotError
 
-__all__ = ["check_archive", "new_file", "whole_file"]
-
 _PIECE = 1 << 20  # bytes
 
 

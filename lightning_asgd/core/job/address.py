@@ -21,21 +21,6 @@ from lightning_asgd.hosting import placed_servers
 from lightning_asgd.hosting.returned_host import Moved, Signpost
 from lightning_asgd.hosting.server_hosts import ServerHosts
 
-__all__ = [
-    "Surroundings",
-    "agent_hosts",
-    "can_move",
-    "check_port",
-    "choose_transport",
-    "find_address",
-    "hosted_at",
-    "hosts_of_job",
-    "keep_place",
-    "own_rendezvous",
-    "point_to",
-    "release_port",
-]
-
 log = logging.getLogger(__name__)
 
 _LAST_PORT = 65535

@@ -9,21 +9,6 @@ from typing import NamedTuple
 from lightning_asgd.core.foundation.environment import joined, parted
 from lightning_asgd.core.foundation.errors import LaunchError
 
-__all__ = [
-    "LOOPBACK",
-    "ServerAddress",
-    "address_of",
-    "family_of",
-    "interface_of",
-    "is_loopback",
-    "joined",
-    "listen",
-    "listens",
-    "local_address_towards",
-    "parted",
-    "resolve",
-]
-
 LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 _BACKLOG = 128

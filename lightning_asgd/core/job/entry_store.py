@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from lightning_asgd.core.algorithms.config import SECRET_ENV
+from lightning_asgd.core.foundation.environment import joined
 from lightning_asgd.core.foundation.errors import CollectiveUnavailableError, LaunchError
-from lightning_asgd.core.job.addresses import ServerAddress, joined
-
-__all__ = ["CLOCK_KEY", "EntryStore"]
+from lightning_asgd.core.job.addresses import ServerAddress
 
 CLOCK_KEY = "clock"
 """An entry whose value is the time of the host's clock, in a store that can answer with it."""

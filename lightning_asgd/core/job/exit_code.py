@@ -16,8 +16,6 @@ from collections.abc import Mapping
 
 from lightning_asgd.core.foundation.process_name import machine_and_pid
 
-__all__ = ["excuse_of", "exit_with", "failures", "is_failing"]
-
 log = logging.getLogger(__name__)
 
 _WAIT_S = 30.0

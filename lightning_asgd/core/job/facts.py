@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+from lightning_asgd.core.foundation.environment import joined
 from lightning_asgd.core.foundation.errors import LaunchError
-from lightning_asgd.core.job.addresses import joined
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.core.protocol import PROTOCOL
-
-__all__ = ["FACTS_KEY", "check_facts", "facts", "publish_facts", "refused_in", "telling_if_refused"]
 
 FACTS_KEY = "facts"
 """Where the host's :func:`facts` are."""

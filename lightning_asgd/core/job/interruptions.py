@@ -17,8 +17,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.errors import ServerLostError, WorkerLostError
 
-__all__ = ["TERMINATED", "TIME_IS_UP", "Interruptions", "end_briefly", "ignoring_children", "is_brief", "raised_by"]
-
 TERMINATED = 128 + signal.SIGTERM  # the exit code, as a shell would report it
 TIME_IS_UP = 128 + signal.SIGUSR1  # before the time limit of a SLURM job
 

@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
-from lightning_asgd.core.algorithms.base import Payload
+from lightning_asgd.core.algorithms.base import Algorithm, Payload
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.algorithms.config import Advanced, ExchangeConfig, Timeouts
 from lightning_asgd.core.foundation.environment import RUN_ENV, TRANSPORT_ENV, run_place
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import one_of, whole
 from lightning_asgd.core.job.registry import AUTO, check_name
 from lightning_asgd.core.protocol import Policy
-
-__all__ = ["JobOptions", "LoopOptions", "options_among"]
 
 
 def _check_importable(kind: type) -> None:

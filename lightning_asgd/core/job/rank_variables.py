@@ -19,24 +19,6 @@ from typing import Any
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = [
-    "OWNER_ENV",
-    "RANK_VARIABLES",
-    "RENDEZVOUS_ENV",
-    "address",
-    "detect",
-    "keep_address",
-    "launching",
-    "listed",
-    "main_process",
-    "naming",
-    "note_main",
-    "number",
-    "owning",
-    "set_by_others",
-    "use_folder",
-]
-
 RANK_VARIABLES = ("RANK", "GLOBAL_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "NNODES")
 """Variables that say which worker a process is."""
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["reap", "start", "started"]
-
 # What a terminal or a scheduler sends to a whole job.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -11,12 +11,9 @@ from lightning_asgd.core.calls.transport import Transport
 from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV, TRANSPORT_ENV
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.job import secret as job_secret
-from lightning_asgd.core.job.addresses import LOOPBACK, address_of, interface_of
+from lightning_asgd.core.job.addresses import LOOPBACK
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.transports.rpc import tensorpipe
-from lightning_asgd.transports.rpc.transport import RpcServer, RpcTransport
-
-__all__ = ["AUTO", "TRANSPORTS", "Server", "TransportKind", "check_name", "choose", "kind_of", "release"]
+from lightning_asgd.features import TRANSPORTS, load
 
 AUTO = "auto"
 
@@ -69,67 +66,11 @@ class TransportKind(ABC):
         ``entry`` its name at a gateway.
         """
 
-
-class _Rpc(TransportKind):
-    encrypted = False  # the secret is for the rendezvous: RPC itself has no authentication
-
-    def check_available(self) -> None:
-        tensorpipe.check_available()
-
-    def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
-        return Rendezvous.host(host, port)
-
-    def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
-        return RpcTransport(addresses, interface)
-
-    def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
-        return RpcServer(handler, name, interface)
+    def release(self) -> None:  # noqa: B027
+        """Stop what children that are forked next cannot share."""
 
 
-class _Zmq(TransportKind):
-    encrypted = True
-
-    def check_available(self) -> None:
-        try:
-            import zmq
-        except ImportError as error:
-            raise ConfigurationError(
-                "transport='zmq' needs pyzmq, which is not installed. Install it: pip install pyzmq."
-            ) from error
-        if not zmq.has("curve"):
-            raise ConfigurationError(
-                f"libzmq {zmq.zmq_version()} was built without CURVE. Expected a build that encrypts, such as the one "
-                f"in pip's wheels of pyzmq."
-            )
-
-    def provide_secret(self, *, one_machine: bool) -> None:
-        super().provide_secret(one_machine=one_machine)
-        self._secret()
-
-    def host_rendezvous(self, host: str = LOOPBACK, port: int = 0) -> Rendezvous:
-        from lightning_asgd.transports.zmq.store import HostedZmqStore
-
-        return Rendezvous.host(host, port, HostedZmqStore)
-
-    def open_to_others(self, rendezvous: Rendezvous, interface: str) -> str:
-        return interface_of(LOOPBACK) if rendezvous.open_gateway() else interface
-
-    def connect(self, addresses: Sequence[str], interface: str, refused_s: float = 0.0) -> Transport:
-        from lightning_asgd.transports.zmq.transport import ZmqTransport
-
-        return ZmqTransport(addresses, self._secret(), refused_s)
-
-    def serve(self, handler: Callable[[Any], Any], name: str, interface: str, entry: str = "") -> Server:
-        from lightning_asgd.transports.zmq.server import ZmqServer
-
-        return ZmqServer(handler, address_of(interface), self._secret(), name=entry)
-
-    def _secret(self) -> str:
-        job_secret.check("transport='zmq', but the")
-        return os.environ[SECRET_ENV]
-
-
-TRANSPORTS: dict[str, TransportKind] = {"rpc": _Rpc(), "zmq": _Zmq()}
+_loaded: dict[str, TransportKind] = {}
 
 
 def check_name(name: str, given: str = "transport") -> None:
@@ -142,7 +83,9 @@ def kind_of(name: str, given: str = "transport") -> TransportKind:
     """A transport by its name; ``given`` is where that is from, for the error."""
     if name not in TRANSPORTS:
         raise ConfigurationError(f"{given}={name!r}. Expected {', '.join(map(repr, TRANSPORTS))} or {AUTO!r}.")
-    return TRANSPORTS[name]
+    if name not in _loaded:
+        _loaded[name] = load(TRANSPORTS[name])
+    return _loaded[name]
 
 
 def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
@@ -174,7 +117,7 @@ def choose(asked: str, *, one_machine: bool) -> tuple[str, str, str]:
 def _lacking(*, one_machine: bool) -> str | None:
     """What keeps a job from encrypting its connections; None if nothing does. On one machine it makes a secret."""
     try:
-        TRANSPORTS["zmq"].check_available()
+        kind_of("zmq").check_available()
     except ConfigurationError:
         return "pyzmq is not installed"
     return None if one_machine or job_secret.given() is not None else f"{SECRET_ENV} is not set"
@@ -182,4 +125,5 @@ def _lacking(*, one_machine: bool) -> str | None:
 
 def release() -> None:
     """Stop the agent, which cannot be shared with children that are forked next, whichever job it belongs to."""
-    tensorpipe.stop()
+    for kind in _loaded.values():
+        kind.release()

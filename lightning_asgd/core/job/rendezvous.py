@@ -18,22 +18,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV
+from lightning_asgd.core.foundation.environment import RUN_ENV, SECRET_ENV, joined, parted
 from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.foundation.process_name import this_network
-from lightning_asgd.core.job.addresses import (
-    LOOPBACK,
-    ServerAddress,
-    is_loopback,
-    joined,
-    local_address_towards,
-    parted,
-)
+from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress, is_loopback, local_address_towards
 from lightning_asgd.core.job.entry_store import EntryStore
 from lightning_asgd.core.job.secret import given
 from lightning_asgd.core.job.torch_store import TorchStore
-
-__all__ = ["Rendezvous", "successor_of"]
+from lightning_asgd.features import STORES, load
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +168,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
         """Wait for a session's keys. Raises a ``LaunchError`` if they have another transport; ``check`` may raise."""
         used, keys = self._session(session, timeout_s, check)
         if used != transport:
-            raise _final(
+            raise final_error(
                 f"The main process at {joined(*self.address)} has transport={used!r}, but this worker has "
                 f"transport={transport!r}. Expected the same on all machines: the same argument of ASGDStrategy, the "
                 f"same {SECRET_ENV}, and pyzmq on all or none."
@@ -291,7 +283,7 @@ class Rendezvous(AbstractContextManager["Rendezvous"]):
             while (found := look()) is None:
                 waited_s = time.monotonic() - begun
                 if waited_s > min(foreign_s, timeout_s) and self._store.is_foreign(key):
-                    raise _final(
+                    raise final_error(
                         f"The entry {key!r} at {there} was not written by a process of this job. {_SAME_SECRET}"
                     )
                 if waited_s > timeout_s:
@@ -384,26 +376,15 @@ def _reach_torch(
 def _reach_zmq(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
     there = f"The process at {joined(host, port)} has transport='zmq', but"
     try:
-        from lightning_asgd.transports.zmq.store import ZmqStore
-        from lightning_asgd.transports.zmq.transport import SecretError
+        reach = load(STORES["zmq"])
     except ImportError as error:
-        raise _final(f"{there} pyzmq is not installed for this one. Install it: pip install pyzmq.") from error
-    store = ZmqStore(host, port, secret or "", timeout_s, found)  # without one, too: so the process there learns of it
-    try:
-        store.peek("job")  # waits for the handshake, which fails with another secret
-    except BaseException as error:
-        store.close()
-        if not isinstance(error, RuntimeError):
-            raise
-        if secret is None:
-            text = f"{there} {SECRET_ENV} is not set for this one. Expected the same secret on all machines."
-            raise _final(text) from error
-        text = f"{there} no connection to it could be made: {error}."
-        raise (_final(text) if isinstance(error, SecretError) else LaunchError(text)) from error
+        raise final_error(f"{there} pyzmq is not installed for this one. Install it: pip install pyzmq.") from error
+    store: EntryStore = reach(host, port, secret, timeout_s, found)
     return store
 
 
-def _final(text: str) -> LaunchError:
+def final_error(text: str) -> LaunchError:
+    """An error that another attempt would meet again."""
     error = LaunchError(text)
     error.final = True
     return error

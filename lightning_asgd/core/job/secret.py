@@ -14,8 +14,6 @@ from typing import Any
 from lightning_asgd.core.foundation.environment import SECRET_ENV
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
-__all__ = ["HAND_OUT", "check", "given", "key_for", "provide", "seal", "take", "treat_as_given", "unseal", "variables"]
-
 HAND_OUT = (
     "`(umask 077; openssl rand -hex 32 > asgd.secret)` makes one, `scp -p asgd.secret OTHER:` hands it to another "
     f"machine. Then run `export {SECRET_ENV}=$(cat asgd.secret)` on each."

@@ -17,8 +17,6 @@ from typing import IO, Any
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.core.server.process import ServerArguments, ServerSettings
 
-__all__ = ["ServerHandle", "child_environment"]
-
 _LOG_LINES = 20
 
 

@@ -28,8 +28,6 @@ from lightning_asgd.core.job.secret import LARGEST_ENTRY
 from lightning_asgd.core.job.server_handle import ServerHandle, child_environment
 from lightning_asgd.core.server.process import UNWRITTEN, ServerSettings
 
-__all__ = ["Supervisor", "close_current", "current", "ensure", "ensure_watch", "with_last_output"]
-
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2

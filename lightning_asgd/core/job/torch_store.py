@@ -16,8 +16,6 @@ from lightning_asgd.core.job.addresses import listen
 from lightning_asgd.core.job.entry_store import EntryStore
 from lightning_asgd.core.job.secret import seal, unseal
 
-__all__ = ["TorchStore"]
-
 _dist: Any = torch.distributed  # a build without it lacks the names below; asked for only when used
 _PREFIX = "lightning_asgd"
 _ATTEMPT_S = 1.0  # per attempt to connect: torch's thread lives that long, and a process that exits meanwhile aborts

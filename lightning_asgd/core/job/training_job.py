@@ -13,18 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asgd.core.calls.transport import Transport
+from lightning_asgd.core.foundation.environment import joined
 from lightning_asgd.core.foundation.errors import LaunchError, ServerLostError
 from lightning_asgd.core.job import address as job_address
 from lightning_asgd.core.job import exit_code, rank_variables, registry, supervisor
 from lightning_asgd.core.job.address import Surroundings
-from lightning_asgd.core.job.addresses import (
-    LOOPBACK,
-    ServerAddress,
-    interface_of,
-    is_loopback,
-    joined,
-    local_address_towards,
-)
+from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress, interface_of, is_loopback, local_address_towards
 from lightning_asgd.core.job.facts import check_facts, publish_facts, refused_in, telling_if_refused
 from lightning_asgd.core.job.options import JobOptions
 from lightning_asgd.core.job.rendezvous import Rendezvous
@@ -35,8 +29,6 @@ from lightning_asgd.hosting.placed_servers import NodeServers
 from lightning_asgd.hosting.returned_host import Arrival, Moved
 from lightning_asgd.hosting.run_finder import RunFinder
 from lightning_asgd.hosting.server_hosts import ServerHosts
-
-__all__ = ["STOP_S", "TrainingJob", "has_connected"]
 
 log = logging.getLogger(__name__)
 

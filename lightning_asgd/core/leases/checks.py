@@ -6,8 +6,6 @@ from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.ranges import are_in_order
 from lightning_asgd.core.protocol import Epoch, LeaseRequest
 
-__all__ = ["check_epoch", "check_request"]
-
 
 def check_epoch(epoch: Epoch, other: Epoch, worker: int) -> None:
     """Raise if a worker opens another epoch under the same key."""

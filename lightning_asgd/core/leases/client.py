@@ -27,8 +27,6 @@ from lightning_asgd.core.worker.connection import COORDINATOR, GRACE_S, done_wit
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.synchronizer import WorkFeed
 
-__all__ = ["DataLeases"]
-
 _SMOOTH = 0.3  # weight of the latest step in the unit_s
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out
 

@@ -12,8 +12,6 @@ from typing import Any
 from lightning_asgd.core.leases.sampler import digest
 from lightning_asgd.core.worker.collectives import Collectives
 
-__all__ = ["CommonOrder", "agreed_order", "overlap"]
-
 _NAME = "order of samples"
 _SHARE = 0.5  # workers whose samples overlap less have shares of their own: the sampler has divided the data
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from lightning_asgd.core.leases.self_scheduling import MUCH_FASTER, Load
 
-__all__ = ["FASTEST_S", "ONE", "Crowd", "Member", "fixed"]
-
 ONE = 1 << 32  # sums are whole numbers of this part, so that they are exact, whatever their order
 _CELLS = 1024  # per second: how exactly a worker's first end is known
 _MIDDLE = 1 << 32  # cell of second 0, 48 days from the first cell

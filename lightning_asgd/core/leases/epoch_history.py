@@ -19,8 +19,6 @@ from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.streams.server import leases_of
 
-__all__ = ["Epochs", "Ranges"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Units of an epoch, from the first of each range to one before its last."""
 

@@ -11,8 +11,6 @@ from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.streams.parallel_reader import ParallelReader
 from lightning_asgd.streams.stream_reader import StreamReader
 
-__all__ = ["Ended", "LeasedBatch", "ParallelPlan", "Plan", "ReadingPlan", "StreamPlan"]
-
 
 @dataclass(frozen=True)
 class Ended:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomNumbers", "same_random_numbers"]
-
 
 class RandomNumbers:
     """A sequence of random numbers that begins at a seed. What is drawn outside of :meth:`use` does not change it."""

@@ -11,8 +11,6 @@ from lightning_asgd.core.protocol import LeaseGrant
 from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.session_client import SessionClient
 
-__all__ = ["Asked"]
-
 
 @dataclass
 class Asked:

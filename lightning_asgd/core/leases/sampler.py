@@ -14,8 +14,6 @@ from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.random_numbers import same_random_numbers
 
-__all__ = ["LeasedBatches", "LeasedSteps", "Replacement", "digest", "in_common_order", "own_samplers", "undivided"]
-
 _FEW = 100  # a longer list is none of samplers
 
 

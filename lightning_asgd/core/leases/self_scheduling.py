@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["MUCH_FASTER", "Few", "Load", "Others", "Sooner", "finish_s", "steps_to_grant"]
-
 _CHUNK_S = 0.5  # seconds of work in one grant, at most: if a worker slows down, the others may wait for this
 _TRIPS = 2.0  # the same in round trips, if these take longer: else the worker would run out of work
 _LATE = 1.05  # a step is granted only if its worker finishes within this factor of the others

@@ -22,8 +22,6 @@ from lightning_asgd.core.leases.totals import Counted, Queues, Totals, WorkerLea
 from lightning_asgd.core.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest
 from lightning_asgd.core.server.pending_replies import Completion
 
-__all__ = ["Leases"]
-
 Ranges = Sequence[tuple[int, int]]
 
 _UNKNOWN = WorkerLeases()

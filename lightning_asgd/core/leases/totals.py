@@ -16,8 +16,6 @@ from lightning_asgd.core.leases.crowd import ONE, Crowd, Member, fixed
 from lightning_asgd.core.leases.self_scheduling import Load
 from lightning_asgd.core.protocol import LeaseRequest
 
-__all__ = ["Counted", "Queues", "Totals", "WorkerLeases"]
-
 _STALE = 8  # times as many changes as workers, of which most are past: they are dropped
 
 Amounts = list[tuple["Counter[Any]", Any, int]]

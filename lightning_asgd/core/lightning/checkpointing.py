@@ -23,24 +23,6 @@ from lightning_asgd.core.lightning.class_trees import apply_to_collection, rank_
 from lightning_asgd.tables.served.clients import served
 from lightning_asgd.tables.served.embedding import ServedEmbedding
 
-__all__ = [
-    "KEY",
-    "Resumption",
-    "adopt_checkpoint_states",
-    "checkpoint_states",
-    "entry_of",
-    "follow_progress",
-    "left_in",
-    "progress_in",
-    "progress_of",
-    "read_tables",
-    "remove_tables",
-    "restart_epochs",
-    "save_on_exception",
-    "states_in",
-    "tables_saved",
-]
-
 log = logging.getLogger(__name__)
 
 _TABLES = "lightning_asgd_tables"  # a checkpoint's key of the name of its copies of served tables

@@ -20,24 +20,6 @@ from typing import Any
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.lightning import name_check, private_names
 
-__all__ = [
-    "FABRICS",
-    "MALICIOUS",
-    "CallbackExtension",
-    "Extension",
-    "Tree",
-    "apply_to_collection",
-    "become_global_zero",
-    "forget_rank",
-    "is_foreign",
-    "looks_at_gradients",
-    "rank_zero_warn",
-    "torchmetrics",
-    "tree_of",
-    "when_imported",
-    "when_process_groups_are_made",
-]
-
 MALICIOUS = ("2.6.2", "2.6.3")
 """Releases of Lightning that held malicious code, and were withdrawn. pyproject.toml excludes them too."""
 

@@ -19,8 +19,6 @@ from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, shard
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.streamed_data import StreamedData
 
-__all__ = ["DataChoice"]
-
 
 class DataChoice:
     """The choice of one fit of one worker. All workers make it together.

@@ -13,18 +13,6 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.streams.find import is_streamed
 
-__all__ = [
-    "accumulation",
-    "batch_size_of",
-    "count_in",
-    "place_in_batch",
-    "set_length",
-    "when_data_are_set_up",
-    "why_not_shared",
-    "why_split",
-    "workers_of",
-]
-
 
 def place_in_batch(trainer: Any) -> tuple[int, int]:
     """This process's place among those that share each batch, and their number: those of an island, or one."""

@@ -50,8 +50,6 @@ from lightning_asgd.programs.weight_changes import ChangesBetweenBatches, Unseen
 from lightning_asgd.replacement.last_checkpoint import LastState
 from lightning_asgd.tables.served.look_ahead import LookAhead
 
-__all__ = ["FitSession"]
-
 
 class FitSession(Participation):
     """One fit of one worker, from the strategy's set-up to its teardown. All workers create theirs together.

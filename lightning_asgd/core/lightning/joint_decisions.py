@@ -22,8 +22,6 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.private_names import end_batch, run_epoch, validates_now
 from lightning_asgd.core.protocol import Place
 
-__all__ = ["JointDecisions", "Peers", "Sigterm", "when_epochs_end"]
-
 
 class Peers(Protocol):
     """What a worker decides together with its peers."""

@@ -26,8 +26,6 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import Extension, is_foreign
 from lightning_asgd.ray import pickled_program
 
-__all__ = ["ScriptLauncher", "check_rank", "surroundings_of"]
-
 
 def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
     """What a cluster environment of Lightning's says of this process."""

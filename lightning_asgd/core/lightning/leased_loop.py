@@ -55,8 +55,6 @@ from lightning_asgd.core.worker.synchronizer import Held, Synchronizer, run
 from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.streams.streamed_data import StreamedData
 
-__all__ = ["LeasedData", "LeasedLoop"]
-
 LeasedData = SampledData | CombinedData | StreamedData
 """What there is to lease."""
 

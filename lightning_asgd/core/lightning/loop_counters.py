@@ -36,20 +36,6 @@ from lightning_asgd.core.lightning.private_names import (
 )
 from lightning_asgd.core.worker.collectives import Collectives, Phase
 
-__all__ = [
-    "NEVER",
-    "BatchSchedules",
-    "PassedSteps",
-    "StepCounts",
-    "count_batches",
-    "is_automatic",
-    "show_expected",
-    "steps_of_fit",
-    "sync_intervals",
-    "tell_last",
-    "validation_marks",
-]
-
 NEVER = sys.maxsize
 """A number of batches or steps that is not reached."""
 

@@ -22,8 +22,6 @@ from lightning_asgd.core.lightning.private_names import (
     script_launcher,
 )
 
-__all__ = ["check_trainer", "check_tree"]
-
 
 def check_tree(tree: Any, warn: Callable[[str], None]) -> None:
     """Raise one error that lists all modules, classes and signatures that a tree lacks; warn of optional ones."""

@@ -15,8 +15,6 @@ from lightning_asgd.core.lightning.shared_order import Drawn, SharedOrder
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.elastic.elastic_run import AnyFleet
 
-__all__ = ["SampledData"]
-
 
 class SampledData:
     """The data of one fit, whose dataloader has its batch sampler replaced while they are leased."""

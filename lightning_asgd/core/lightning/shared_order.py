@@ -15,8 +15,6 @@ from lightning_asgd.core.lightning.private_names import (
 )
 from lightning_asgd.elastic.elastic_run import AnyFleet
 
-__all__ = ["Drawn", "SharedOrder"]
-
 Drawn = tuple[list[Any], list[list[Any]]]
 """The batch samplers of the training dataloaders, and the order that each has drawn."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from lightning_asgd.core.lightning.class_trees import Tree
 from lightning_asgd.core.lightning.private_names import expected_batches
 
-__all__ = ["keep_estimate"]
-
 
 def keep_estimate(tree: Tree) -> None:
     """Make it the same during an epoch as before it, on all Trainers of a tree."""

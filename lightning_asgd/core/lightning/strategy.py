@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.algorithms.config import Advanced, Timeouts
 from lightning_asgd.core.foundation.errors import ASGDError
 from lightning_asgd.core.foundation.stats import ExchangeStats
@@ -32,18 +32,16 @@ from lightning_asgd.core.lightning.worker_place import WorkerPlace, check_is_one
 from lightning_asgd.core.worker.collectives import REDUCED_ALONE, Collectives, Phase, reduce_op_name
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.fleet import end_idle_membership, idle_membership
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.module_state import fixed_tensors, make_identical, persistent_buffers
 from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.engines.signals import HeedsInValidation, defer_requeueing, heed_engine
 from lightning_asgd.islands.strategy import become_island
 from lightning_asgd.launchers.process_launcher import MultiProcessLauncher
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.programs.batch_units import counter_of
 from lightning_asgd.world import ranks as world
 from lightning_asgd.world.metric_sync import synchronise_metrics
 from lightning_asgd.world.process_group import RankInfo
-
-__all__ = ["ASGDStrategy"]
 
 log = logging.getLogger(__name__)
 

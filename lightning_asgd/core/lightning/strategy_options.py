@@ -11,8 +11,6 @@ from lightning_asgd.core.foundation.validation import whole
 from lightning_asgd.core.job.options import JobOptions
 from lightning_asgd.programs.batch_units import name_of_units
 
-__all__ = ["StrategyOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions(JobOptions):

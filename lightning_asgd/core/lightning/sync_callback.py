@@ -8,8 +8,6 @@ from typing import Any
 from lightning_asgd.core.lightning.class_trees import Extension, tree_of
 from lightning_asgd.monitor.callback import ASGDMonitor
 
-__all__ = ["SyncPoints", "is_monitored", "put_first"]
-
 
 class SyncPoints(Extension):  # type: ignore[misc]
     """Ends the asynchronous phase before other callbacks look at weights or metrics. Extends Lightning's ``Callback``.

@@ -12,8 +12,6 @@ from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.replacement.chief import chief_state, take_over
 from lightning_asgd.replacement.last_checkpoint import write_last_checkpoint
 
-__all__ = ["TrainerShell"]
-
 
 class TrainerShell(Shell):
     """A Trainer, whose strategy trains on ``device``."""

@@ -15,8 +15,6 @@ from lightning_asgd.core.foundation.validation import call_of
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import TREES, Tree, tree_of
 
-__all__ = ["StrategyExtension", "Takeable", "Unattached", "let_several_trainers_take", "passed_on", "unattached"]
-
 # Arguments of DDP's that could only change how it reduces gradients, and what to give instead of some others.
 _UNNEEDED = (
     *("bucket_cap_mb", "check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"),

@@ -19,8 +19,6 @@ from lightning_asgd.core.lightning.class_trees import rank_zero_warn
 from lightning_asgd.core.worker.collectives import GATHERED_ALONE, Phase
 from lightning_asgd.core.worker.fleet import idle_membership
 
-__all__ = ["WorkerPlace", "check_is_one_worker", "own_device"]
-
 
 class WorkerPlace:
     """The part of the strategy that answers these questions."""

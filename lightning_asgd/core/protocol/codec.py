@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_asgd import algorithms, compression
+from lightning_asgd import features
 from lightning_asgd.core import protocol
+from lightning_asgd.core.algorithms.asgd import ASGD
+from lightning_asgd.core.algorithms.base import Algorithm, Transform
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.layout import Role, dtype_from_name
 from lightning_asgd.core.foundation.numerics import as_bytes
@@ -32,13 +35,12 @@ from lightning_asgd.core.foundation.validation import Configurable
 __all__ = ["decode", "encode"]
 
 _DEEPEST = 40  # nested values
-_CLASSES: dict[str, type] = {Role.__name__: Role, Verdict.__name__: Verdict} | {
+_RULES = (Algorithm, Transform, Compression)  # which users may extend
+_CLASSES: dict[str, type] = {each.__name__: each for each in (ASGD, Role, Verdict)} | {
     name: value
-    for module in (protocol, algorithms, compression)
-    for name, value in vars(module).items()
+    for name, value in vars(protocol).items()
     if isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, Enum))
 }
-_RULES = (algorithms.Algorithm, algorithms.Transform, compression.Compression)  # which users may extend
 _PLAIN = frozenset((int, float, str, bool, type(None)))  # JSON has the same: a look at each would take long
 _MANY = 64  # whole numbers from which on their bytes are sent
 _LARGEST = 1 << 60  # size of a tensor, and whole number as a key: from 2^61 - 1 on many numbers have one hash
@@ -143,9 +145,19 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Buffer]:
         ) from error
 
 
+def _known(name: str) -> type | None:
+    """The class that can be sent by this name alone; None if there is none."""
+    if name not in _CLASSES:
+        found = features.sendable(name)
+        if not isinstance(found, type) or not (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
+            return None
+        _CLASSES[name] = found
+    return _CLASSES[name]
+
+
 def _name_of(kind: type) -> str | None:
     """A class's name in messages; None if its objects cannot be sent."""
-    if _CLASSES.get(kind.__name__) is kind:
+    if _known(kind.__name__) is kind:
         return kind.__name__
     importable = kind.__module__ != "__main__" and kind.__qualname__ == kind.__name__
     is_rule = issubclass(kind, _RULES) and dataclasses.is_dataclass(kind)
@@ -155,7 +167,7 @@ def _name_of(kind: type) -> str | None:
 def _class_of(name: str) -> type:
     """The class of that name. Raises what an import raises, or a ``ProtocolError`` if it is none that can be sent."""
     module, colon, inner = name.partition(":")
-    kind: type = getattr(importlib.import_module(module), inner) if colon else _CLASSES[name]
+    kind = getattr(importlib.import_module(module), inner) if colon else _known(name)
     if not isinstance(kind, type) or _name_of(kind) != name:
         raise ProtocolError(f"{name} is not an algorithm, a transform or a compression.")
     return kind
@@ -246,9 +258,10 @@ def _make_object(left: dict[int, Buffer], inner: Any, name: str, contents: dict[
 
 
 def _make_enum(left: dict[int, Buffer], inner: Any, name: str, value: Any) -> Any:
-    if not issubclass(_CLASSES[name], Enum):
+    kind = _known(name)
+    if kind is None or not issubclass(kind, Enum):
         raise ProtocolError(f"{name} is not an enumeration.")
-    return _CLASSES[name](value)
+    return kind(value)
 
 
 _KEYS = frozenset((int, str, bytes, bool, type(None), *(kind for kind in _CLASSES.values() if issubclass(kind, Enum))))

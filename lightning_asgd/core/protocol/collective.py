@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_asgd.core.protocol.metrics import WorkerMetrics
 from lightning_asgd.core.protocol.request import Count, Request, Seconds
-from lightning_asgd.monitor.messages import WorkerMetrics
 
 __all__ = [
     "Contribution",

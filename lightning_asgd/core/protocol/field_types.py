@@ -13,7 +13,6 @@ from types import UnionType
 from typing import Any
 
 from lightning_asgd.core.foundation.errors import ProtocolError
-from lightning_asgd.core.protocol.request import PUBLIC_PATH
 from lightning_asgd.core.protocol.session import Failure
 
 __all__ = ["checked"]
@@ -65,7 +64,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is typing.Annotated:
         return _fits(value, inner[0]) and inner[1][0] <= value <= inner[1][1]
     if origin is None and isinstance(hint, type):  # to Python 3.10 dict[int, str] is a type, too
-        return isinstance(value, hint) and (not hint.__module__.startswith(PUBLIC_PATH) or _all_fit(value))
+        return isinstance(value, hint) and (not dataclasses.is_dataclass(hint) or _all_fit(value))
     if origin in (typing.Union, UnionType):
         return any(_fits(value, each) for each in inner)
     if origin is tuple and inner[-1] is not Ellipsis:

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from lightning_asgd.core.foundation.process_name import this_process
 
-__all__ = ["PUBLIC_PATH", "Count", "Fragment", "LearningRate", "PerSecond", "Positive", "Request", "Seconds"]
+__all__ = [
+    "PUBLIC_PATH",
+    "Count",
+    "Fragment",
+    "LearningRate",
+    "PerSecond",
+    "Positive",
+    "Request",
+    "Seconds",
+    "publish_path",
+]
 
 PUBLIC_PATH = "lightning_asgd.protocol"
 """The module of all messages as pickles name it."""
+
+
+def publish_path(names: dict[str, Any]) -> None:
+    """Let pickles name a module's messages by one path for all; ``names`` are the module's.
+
+    RPC unpickles a message before any code compares PROTOCOL. So no class that was moved may hide it.
+    """
+    for name in names["__all__"]:
+        if isinstance(names[name], type):
+            names[name].__module__ = PUBLIC_PATH
+
 
 # The least and the largest value, for `checked`; neither NaN nor infinity lies between them.
 Count = Annotated[int, (0, 1 << 62)]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lightning_asgd.core.foundation.process_name import this_process
+from lightning_asgd.core.protocol.metrics import WorkerMetrics
 from lightning_asgd.core.protocol.request import Request
-from lightning_asgd.monitor.messages import WorkerMetrics
 
 __all__ = [
     "BOOTSTRAPPED",

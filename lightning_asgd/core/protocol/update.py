@@ -12,7 +12,7 @@ from lightning_asgd.core.foundation.layout import Groups
 from lightning_asgd.core.foundation.stats import Verdict
 from lightning_asgd.core.protocol.request import Count, Fragment, LearningRate, PerSecond, Request
 
-__all__ = ["Exchange", "InitShard", "LayerGradient", "Reply", "Rows", "Samples", "ShardState", "SharedRef", "nbytes"]
+__all__ = ["Exchange", "InitShard", "Reply", "Rows", "ShardState", "SharedRef", "nbytes"]
 
 _BULKY = 4 << 20  # bytes
 
@@ -123,6 +123,11 @@ class Reply:
     gain: float = 0.0  # by how much momentum lengthened the latest update, along itself; 0 if that is not known
 
     @property
+    def has_data(self) -> bool:
+        """Whether it holds weights."""
+        return self.weights is not None
+
+    @property
     def bulky(self) -> bool:
         """Whether it is worth a message more not to keep it until the next call."""
         return nbytes(self.weights or ()) + sum(rows.nbytes for rows in self.rows) > _BULKY
@@ -135,18 +140,3 @@ class ShardState(Request):
     fragment: Fragment = 0  # number of the part of the module
     state: Any = None  # the reply from when the checkpoint was written; None to fetch it
     weights: tuple[Tensor, ...] | None = None  # what a program has set; while all workers are at a sync point
-
-
-@dataclass(frozen=True)
-class LayerGradient(Request):
-    """A piece of the gradient of some layers, to be answered with the mean of all workers'."""
-
-    phase: int  # number of sync points that the worker has passed
-    step: int  # number of the step since the last one
-    layer: int  # number of the piece
-    gradient: Tensor | None  # shape `(n,)`, the layers' parameters one after the other; None: the worker ends the phase
-
-
-@dataclass(frozen=True)
-class Samples(Request):
-    """Ask for kept copies of the weights: a list of ``(version, tuple of one tensor per group)``, oldest first."""

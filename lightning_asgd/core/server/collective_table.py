@@ -25,8 +25,6 @@ from lightning_asgd.core.protocol.reductions import metrics_in, reduce
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion
 
-__all__ = ["CollectiveTable"]
-
 _MISSED_AT_MOST = 1000  # collectives whose results are kept for suspected workers
 _LATE_S = 30.0  # after which the logs name workers that have not joined
 

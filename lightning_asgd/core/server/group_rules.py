@@ -22,8 +22,6 @@ from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.numerics import wide
 from lightning_asgd.recovery.shard_copy import CHUNK, ShardCopy
 
-__all__ = ["Before", "GroupRules", "Tensors"]
-
 Tensors = Sequence[tuple[str, int]]
 """The parts of a group that belong to one tensor each: its name, and how many of its scalars this server holds."""
 

@@ -17,8 +17,6 @@ from lightning_asgd.core.foundation.process_name import for_users
 from lightning_asgd.core.protocol import Join, Policy, WorkerMetrics, next_chief
 from lightning_asgd.core.server.silence import SilenceDetector
 
-__all__ = ["Membership"]
-
 _MOST_LOST_S = 15.0  # others look for another host after 20 s (`HeartbeatThread`)
 _REPORT_S = 60.0  # in which all workers notice that a server was lost, report to its replacement and replay
 _UNHEARD = 1000  # numbers that a lost server may have assigned without any other worker knowing

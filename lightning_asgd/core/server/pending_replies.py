@@ -16,8 +16,6 @@ from torch.futures import Future
 from lightning_asgd.core.foundation.errors import ASGDError, ProtocolError
 from lightning_asgd.core.protocol import Failure
 
-__all__ = ["Completion", "PendingReplies", "complete_with", "failure"]
-
 _MOST = 100_000  # requests of one kind that a worker can have waiting: pieces of a large model's gradient are many
 
 
@@ -63,6 +61,10 @@ class PendingReplies:
         """The pending requests of these kinds."""
         ids = [each for kind, ids in self._kinds.items() if issubclass(kind, kinds) for each in ids]
         return [request for _, request, _ in sorted(map(self._pending.__getitem__, ids), key=itemgetter(0))]
+
+    def but(self, *kinds: type) -> list[Any]:
+        """The pending requests of other kinds."""
+        return self.of(*(kind for kind in self._kinds if not issubclass(kind, kinds)))
 
     def check_room(self, request: Any) -> None:
         """Raise a ``ProtocolError`` if too many requests of its kind and worker wait already."""

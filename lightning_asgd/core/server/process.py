@@ -28,14 +28,11 @@ from lightning_asgd.core.calls.transport import NetworkDownError
 from lightning_asgd.core.foundation.process_name import gone_among, this_network
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.rendezvous import Rendezvous
-from lightning_asgd.core.protocol import Leave, Status, StatusRequest
+from lightning_asgd.core.protocol import Leave
 from lightning_asgd.core.protocol.field_types import checked
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.recovery.snapshot_store import Snapshots
 from lightning_asgd.recovery.snapshot_writer import SnapshotWriter
-from lightning_asgd.tables.served.server import ServedTables
-
-__all__ = ["QUIET_ENV", "UNWRITTEN", "ServerArguments", "ServerSettings", "allow_many_connections", "run_server"]
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +114,7 @@ def run_server(argv: list[str] | None = None) -> int:
     try:
         kind = registry.kind_of(settings.transport)
         name = arguments.key.rpartition("/")[2][:12]
-        server = kind.serve(checked(ServedTables(service.handle).handle), arguments.name, settings.interface, name)
+        server = kind.serve(checked(service.handle), arguments.name, settings.interface, name)
     except NetworkDownError:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # start over
     with Rendezvous.connect(arguments.host, arguments.port, _START_S, transport=settings.transport) as rendezvous:
@@ -201,8 +198,8 @@ def _end_job(service: Service, parent: int, stopped: list[int]) -> None:
     )
     deadline = time.monotonic() + _FAREWELL_S
     while not stopped and time.monotonic() < deadline:
-        status = service.handle(StatusRequest())
-        if not (isinstance(status, Status) and status.workers):
+        members = None if service.session is None else service.session.members
+        if members is None or not (members.living | members.expected_back | members.catching_up):
             return
         time.sleep(_TICK_S)
 

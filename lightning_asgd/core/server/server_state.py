@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.errors import ProtocolError, SnapshotError
 from lightning_asgd.core.foundation.process_name import for_users
 from lightning_asgd.core.leases.epoch_history import Epochs
-from lightning_asgd.core.protocol import Attach, Exchange, Failure, InitShard, Join, Joined, RankHeld, Status
+from lightning_asgd.core.protocol import Attach, Exchange, Failure, InitShard, Join, Joined, RankHeld
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion, failure
 from lightning_asgd.core.server.session_state import SessionState
 from lightning_asgd.core.server.shard import Shard
 from lightning_asgd.elastic.run_registry import RunRegistry, goes_on_from
-from lightning_asgd.elastic.status_report import view
 from lightning_asgd.recovery.shard_copy import ShardCopy
 from lightning_asgd.recovery.snapshot_store import Snapshot
 from lightning_asgd.recovery.state_recovery import StateRecovery
-
-__all__ = ["ASK_AGAIN", "ServerState"]
-
 
 _REPORTS_S = 5.0  # that a new process waits for workers that know the lost state
 _MOST_WORKERS = 1_000_000  # of a job
@@ -207,13 +203,6 @@ class ServerState:
             form = message.tensors, message.widths
             session.shards[message.fragment] = Shard(message.groups, message.algorithm, elastic, *form)
         return session.initialise(message)
-
-    def overview(self, now: float) -> Status:
-        """What `lightning-asgd status` shows."""
-        session = self.session
-        if session is None:
-            return Status(self.registry.name)
-        return view(session.members, session.shards.get(0), self.epochs.latest, now)
 
     def recover(self, session: SessionState) -> set[int]:
         """Continue from the newest state that workers report; returns the workers whose reports are stale."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import (
@@ -28,84 +29,65 @@ from lightning_asgd.core.protocol import (
     Contribution,
     DisconnectWatch,
     Exchange,
-    ExchangePart,
     Failure,
-    FetchRows,
     Heartbeat,
     HeartbeatReply,
-    InitPart,
     InitShard,
     Join,
     Joined,
-    LayerGradient,
     LeaseGrant,
     LeaseRequest,
     Leave,
-    LinkProbe,
-    LoadTable,
     OpenEpoch,
-    PushRows,
     RankHeld,
-    ReplayDone,
     Reply,
     Request,
     RunMetadata,
-    Samples,
-    SaveTable,
     ShardState,
-    StateReport,
-    StatusRequest,
 )
+from lightning_asgd.core.server.feature import SessionFeatures
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion, PendingReplies, complete_with, failure
 from lightning_asgd.core.server.server_state import ASK_AGAIN, ServerState
 from lightning_asgd.core.server.session_state import SessionState
-from lightning_asgd.islands.server import CompleteExchange
+from lightning_asgd.features import SERVER
+from lightning_asgd.recovery.messages import ReplayDone, StateReport
 from lightning_asgd.recovery.shard_copy import complete
 from lightning_asgd.recovery.snapshot_store import Snapshot
 from lightning_asgd.recovery.state_recovery import RecoveryPhase
 
-__all__ = ["Service"]
-
 log = logging.getLogger(__name__)
 
 _LATER = object()  # a reply that is not due yet
-_EXCHANGES = Exchange, ExchangePart
 
 
 class Service:
     """The state of one server, and the messages that change it; see :class:`ServerState` for the arguments."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, run: str = "", **about: Any) -> None:
-        self._clock = clock
+        self.clock = clock
         self.state = ServerState(run, **about)
         self._changed = False  # since the latest snapshot
         self.snapshot_report: Callable[[], str] = lambda: ""  # what `lightning-asgd status` shows of the latest one
         self._lock = threading.RLock()
         self._pending = PendingReplies()
-        self._handlers: dict[type, Callable[[Any], Any]] = {
+        self._deferred: list[Request] = []  # that are handled once the state is restored
+        self._features = SessionFeatures(self)
+        self.handlers: dict[type, Callable[[Any], Any]] = {
             Attach: self._attach,
             RunMetadata: self._note,
             Join: self._join,
             Heartbeat: self._heartbeat,
             InitShard: self._initialise,
-            InitPart: lambda message: self._heard(message.session, message.worker).islands.open(message),
-            Exchange: self._exchange,
-            ExchangePart: self._exchange_in_parts,
-            LayerGradient: lambda message: self._complete(self._member(message).means.add(message), message),
+            Exchange: self.exchange,
             Contribution: self._contribute,
             OpenEpoch: self._open_epoch,
             LeaseRequest: self._lease,
             Leave: self._leave,
-            LinkProbe: lambda message: self._current(message.session).probed(message),
-            DisconnectWatch: lambda message: self._current(message.session) and self._pending.add(message),
+            DisconnectWatch: lambda message: self.current(message.session) and self._pending.add(message),
             StateReport: self._report_state,
             ReplayDone: self._replay_done,
-            StatusRequest: lambda _: replace(self.state.overview(self._clock()), snapshot=self.snapshot_report()),
-            Samples: lambda message: self._current(message.session).samples,
-            ShardState: lambda message: self._current(message.session).shard_state(message),
-            PushRows: lambda message: self._member(message) and None,  # its worker may; see `ServedTables`
-            **dict.fromkeys((FetchRows, SaveTable, LoadTable), lambda m: self._heard(m.session, m.worker) and None),
+            ShardState: lambda message: self.current(message.session).shard_state(message),
         }
 
     @property
@@ -116,9 +98,13 @@ class Service:
     def handle(self, message: Any) -> Any:
         """Return a reply, a :class:`Failure`, or a future of either. Raises for nothing that a message can cause."""
         with self._lock:
-            self._changed = self._changed or not isinstance(message, StatusRequest | FetchRows | PushRows)
-            handler, session = self._handlers.get(type(message)), self.session
+            session = self.session
             try:
+                parts = getattr(message, "island", 0) or getattr(message, "in_parts", False)
+                kind = "ExchangePart" if parts else type(message).__name__
+                feature = self._features.of(kind) if kind in SERVER else None
+                self._changed |= feature is None or not feature.observes
+                handler = self.handlers.get(type(message)) if feature is None else feature.handle
                 if handler is None:
                     raise ProtocolError(f"A server received a {type(message).__name__}, which it cannot handle.")
                 if isinstance(message, Request) and not isinstance(message, Join | Leave) and session is not None:
@@ -137,19 +123,19 @@ class Service:
         """Fail collectives whose time is up; look again at lease requests that wait. Called a few times a second."""
         with self._lock:
             self._admit_waiting()
-            session, now = self.session, self._clock()
+            session, now = self.session, self.clock()
             if session is None:
                 return
             members = session.members
             for worker in self.state.recovery.waiting:
                 # Another server may have applied already what they are about to replay: none may be suspected.
                 members.note_heartbeat(worker, now)
-            self._complete(session.tick(now))
+            self.complete(session.tick(now))
             for worker in members.away_for_good(now):
                 self._leave(Leave(members.session, worker, "it missed its heartbeats for too long", process=""))
             if members.changed or members.aborted:
                 self._members_changed(session)
-            self._complete(self.state.epochs.retry(now))
+            self.complete(self.state.epochs.retry(now))
             if session.collectives.may_be_at_odds(self._pending.count(LeaseRequest)):
                 self._separate(session)
 
@@ -163,14 +149,14 @@ class Service:
         """Note a worker that could not join. Where a session continues another one it may be a stranger."""
         with self._lock:
             if self.session is not None and not self.session.members.follows:
-                self._complete(self.state.end_if_awaited(self.session, worker, why))
+                self.complete(self.state.end_if_awaited(self.session, worker, why))
                 self._members_changed(self.session)
 
     def abort(self, why: str) -> None:
         """End the present session for all its workers."""
         with self._lock:
             if self.session is not None:
-                self._complete(self.session.collectives.abort(why))
+                self.complete(self.session.collectives.abort(why))
                 self._members_changed(self.session)
 
     def snapshot(self) -> Snapshot | None:
@@ -191,7 +177,7 @@ class Service:
     def restore_from_snapshot(self, server: int) -> bool:
         """Restore the latest snapshot of the server with this number, without its workers; returns whether it did."""
         with self._lock:
-            restored = self.state.restore_from_snapshot(server, self._clock())
+            restored = self.state.restore_from_snapshot(server, self.clock())
             if restored and self.session is not None:
                 self._members_changed(self.session)
                 self._handle_deferred()
@@ -210,7 +196,7 @@ class Service:
         return future.value() if future.done() else future
 
     def _note(self, message: RunMetadata) -> Any:
-        members = self._heard(message.session, message.worker).members
+        members = self.heard(message).members
         if self.state.registry.note(message, trusted=message.worker in members.trusted):
             self._admit_waiting()
         return self.state.registry.metadata.get(message.name)
@@ -219,97 +205,97 @@ class Service:
         about = message.session, message.worker, message.protocol
         self.state.registry.check_can_join(*about, elastic=not message.world_size)
         begins = self.session is None or self.session.members.session != message.session
-        if begins and self.state.must_wait(message, self._clock()):
+        if begins and self.state.must_wait(message, self.clock()):
             return RankHeld("", ASK_AGAIN)
         if begins:
             following = self.state.following(message)
             self._end_session(f"session {message.session!r} began")
             self.state.begin_session(following)
-        session = self._current(message.session)
-        due, joined = self.state.enter(session, message, self._clock(), begun=begins)
-        self._complete(due)
+        session = self.current(message.session)
+        due, joined = self.state.enter(session, message, self.clock(), begun=begins)
+        self.complete(due)
+        if isinstance(joined, Joined) and joined.late:
+            self._features.forget(message.worker)
         self._members_changed(session)
         return replace(joined, pid=os.getpid()) if isinstance(joined, Joined) else joined
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self._clock())
-        return self._heard(message.session, message.worker).heartbeat(message)
+        self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self.clock())
+        return self.heard(message).heartbeat(message)
 
     def _initialise(self, message: InitShard) -> bool:
-        shared = self.state.initialise(self._current(message.session), message)
-        self._members_changed(self._current(message.session))
+        shared = self.state.initialise(self.current(message.session), message)
+        self._members_changed(self.current(message.session))
         return shared
 
-    def _exchange(self, message: Exchange, whole: CompleteExchange | None = None) -> Any:
-        if message.island and whole is None:
-            return self._exchange_in_parts(message)
-        session = self._heard(message.session, message.worker)
+    def exchange(self, message: Exchange, update: tuple[Tensor, ...] | None = None) -> Any:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
+        session = self.current(message.session)
+        session.members.note_heartbeat(message.worker, self.clock())
         if message.push:
             session.members.check(message.worker)
         session.have_weights.add(message.worker)
-        if self.state.recovery.phase.lost and whole is None:
-            return self._pending.add(message)
-        shard, begun = session.shards.get(message.fragment), self._clock()
+        if self.state.recovery.phase.lost and update is None:
+            return self.defer(message)
+        shard, begun = session.shards.get(message.fragment), self.clock()
         if shard is None:
             raise ProtocolError(f"Worker {message.worker} exchanged before its InitShard. Expected that first.")
-        update = whole.buffer if whole else session.buffers.update(message, shard.whole, lasting=shard.algorithm.waits)
+        if update is None:
+            update = session.buffers.update(message, shard.whole, lasting=shard.algorithm.waits)
         due = shard.exchange(message, update, begun)
         if message.push:
             self.state.epochs.applied(message.epoch, message.worker, message.units)
-        return self._complete(due, message, begun)
+        return self.complete(due, message, begun)
 
-    def _exchange_in_parts(self, message: Exchange | ExchangePart) -> Any:
-        """An island's exchange, or a part of it: it takes place once everything has arrived."""
-        session = self._heard(message.session, message.worker)
-        if self.state.recovery.phase.lost:
-            return self._pending.add(message)
-        future = session.islands.take(message, lambda whole: self._exchange(whole.message, whole))
-        return future.value() if future.done() else future
+    def defer(self, message: Request) -> Future[Any]:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
+        self._deferred.append(message)
+        return self._pending.add(message)
 
     def _contribute(self, message: Contribution) -> Future[Any]:
-        session = self._heard(message.session, message.worker)
+        session = self.heard(message)
         earlier = session.collectives.called(message.worker, message.seq)
         if earlier is not None and earlier in self._pending:
             self._pending.take(earlier)  # its worker makes the call again, and waits for this one
         future, before = self._pending.add(message), session.collectives.member_counts
-        self._complete(session.collectives.contribute(message, self._clock()))
+        self.complete(session.collectives.contribute(message, self.clock()))
         if session.collectives.member_counts != before:
             self._members_changed(session)
         return future
 
     def _open_epoch(self, message: OpenEpoch) -> Ranges:
-        members = self._member(message).members
-        return self.state.epochs.open(message.epoch, message.worker, members, self._clock()).finished
+        members = self.member(message).members
+        return self.state.epochs.open(message.epoch, message.worker, members, self.clock()).finished
 
     def _lease(self, message: LeaseRequest) -> Any:
-        members = self._member(message).members
+        members = self.member(message).members
         if message.opens is not None:
-            self.state.epochs.open(message.opens, message.worker, members, self._clock())
+            self.state.epochs.open(message.opens, message.worker, members, self.clock())
         leases = self.state.epochs.find(message.key, message.worker)
-        return self._complete(leases.serve(message, self._clock()), message)
+        return self.complete(leases.serve(message, self.clock()), message)
 
     def _report_state(self, message: StateReport) -> Any:
-        session, recovery = self._current(message.session), self.state.recovery
+        session, recovery = self.current(message.session), self.state.recovery
         if recovery.phase is RecoveryPhase.COLLECTING:
             # A worker that was silent since it joined has missed nothing.
-            session.collectives.join(message.worker, self._clock(), message.process)
+            session.collectives.join(message.worker, self.clock(), message.process)
         else:
-            self._member(message)
+            self.member(message)
         for worker, reason in message.left.items():
             if not session.members.processes.get(worker):  # else it was replaced since
-                self._complete(session.collectives.leave(worker, reason))
+                self.complete(session.collectives.leave(worker, reason))
         if recovery.phase is RecoveryPhase.RESTORED and message.worker in recovery.offers:
             return None
         if recovery.phase is not RecoveryPhase.COLLECTING:
             raise WorkerAwayError(f"Worker {message.worker} was disconnected while a server was restored.")
         session.have_weights.add(message.worker)
-        recovery.add(session.islands.filled(message))
+        recovery.add(message)
         future = self._pending.add(replace(message, shards=()))
         self._recover(session)
         return future.value() if future.done() else future
 
     def _replay_done(self, message: ReplayDone) -> Any:
-        session, future = self._heard(message.session, message.worker), self._pending.add(message)
+        session, future = self.heard(message), self._pending.add(message)
         self.state.recovery.settled.add(message.worker)
         self._recover(session)
         return future.value() if future.done() else future
@@ -321,28 +307,30 @@ class Service:
             self.state.registry.exits["", message.worker] = message.reason
         if not known or session is None or (session.members.session != message.session and not message.final):
             return False  # a process that was rejected ends, or that session is over
-        self._complete(session.collectives.leave(message.worker, message.reason, message.details))
+        self.complete(session.collectives.leave(message.worker, message.reason, message.details))
         self._members_changed(session)
         session.forget(message.worker)
+        self._features.forget(message.worker)
         self._pending.complete_all(DisconnectWatch, None, [message.worker])
         return True
 
-    def _current(self, name: str) -> SessionState:
+    def current(self, name: str) -> SessionState:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
         session = self.session
         if session is None or session.members.session != name:
             current = session.members.session if session else None
             raise ProtocolError(f"Session {name!r} is not the current one ({current!r}). Expected a join first.")
         return session
 
-    def _heard(self, name: str, worker: int) -> SessionState:
-        """The session of a message, which counts as its worker's heartbeat."""
-        session = self._current(name)
-        session.members.note_heartbeat(worker, self._clock())
+    def heard(self, message: Request) -> SessionState:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
+        session = self.current(message.session)
+        session.members.note_heartbeat(message.worker, self.clock())
         return session
 
-    def _member(self, message: Request) -> SessionState:
-        """The session of a message that only a worker that may train can send."""
-        session = self._heard(message.session, message.worker)
+    def member(self, message: Request) -> SessionState:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
+        session = self.heard(message)
         session.members.check(message.worker)
         return session
 
@@ -354,16 +342,16 @@ class Service:
             return
         for message in self._pending.of(Attach):
             session = self.state.session = self.session or SessionState(Membership(message.session, 0, message.policy))
-            attached = run.admit(message, session.members, self._clock()) if message in self._pending else None
+            attached = run.admit(message, session.members, self.clock()) if message in self._pending else None
             if attached is not None:
                 self._pending.complete(message, attached)
                 self._members_changed(session)
 
     def _reject_waiting(self) -> None:
         """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
-        waiting = self._pending.of(Attach, *_EXCHANGES)
+        waiting = [*self._pending.of(Attach), *(each for each in self._deferred if each in self._pending)]
         try:
-            if not self.state.nobody_reports(waiting, self._clock()) or self.restore_from_snapshot(self.state.index):
+            if not self.state.nobody_reports(waiting, self.clock()) or self.restore_from_snapshot(self.state.index):
                 return
         except ASGDError as error:  # no snapshot can be read
             self._pending.complete_each(waiting, error)
@@ -378,11 +366,10 @@ class Service:
         """Tell every state machine who takes part now, and complete what that makes due."""
         self._admit_waiting()
         members, changed = session.members, session.members.take_changes()
-        leases = self.state.epochs.update_members(members.trusted, self._clock(), members.catching_up, changed)
-        self._complete([*session.members_changed(changed), *leases])
+        leases = self.state.epochs.update_members(members.trusted, self.clock(), members.catching_up, changed)
+        self.complete([*self._features.members_changed(), *session.members_changed(changed), *leases])
         if members.aborted:
-            kinds = (*_EXCHANGES, LayerGradient, LeaseRequest, StateReport, ReplayDone, Contribution)
-            self._pending.complete_each(self._pending.of(*kinds), WorkerLostError(members.aborted))
+            self._pending.complete_each(self._pending.but(Attach, DisconnectWatch), WorkerLostError(members.aborted))
         self._recover(session)
 
     def _recover(self, session: SessionState) -> None:
@@ -395,12 +382,13 @@ class Service:
             self._members_changed(session)
             self._handle_deferred()
         if recovery.over(members.living):
-            members.end_recovery(self._clock())
+            members.end_recovery(self.clock())
             self._pending.complete_all(ReplayDone, None)
 
     def _handle_deferred(self) -> None:
         """Take the pushes that arrived before the state was restored."""
-        for message in self._pending.of(*_EXCHANGES):
+        deferred, self._deferred = self._deferred, []
+        for message in deferred:
             if message not in self._pending:
                 continue  # one before it ended the session
             complete_with(self._pending.take(message), self.handle(message))  # which may add it again
@@ -411,15 +399,15 @@ class Service:
         collectives, claims = session.collectives, self._pending.of(LeaseRequest)
         past = collectives.at_odds({claim.worker for claim in claims}) if self.state.recovery.phase.begun else set()
         if past:
-            self._complete(self.state.epochs.stop_waiting_for(past, self._clock()))
+            self.complete(self.state.epochs.stop_waiting_for(past, self.clock()))
             claims = self._pending.of(LeaseRequest)
         due = collectives.separate({claim.worker: claim.key for claim in claims})
         if due:
             self._pending.complete_all(LeaseRequest, due[0].reply)
-            self._complete(due)
+            self.complete(due)
 
-    def _complete(self, due: list[Completion], received: Any = None, begun: float | None = None) -> Any:
-        """Complete requests whose replies are due. Of the one just received, return the reply or a future of it."""
+    def complete(self, due: list[Completion], received: Any = None, begun: float | None = None) -> Any:
+        """See :class:`~lightning_asgd.core.server.feature.Server`."""
         own, session = _LATER, self.session
         for request, reply in due:
             if session is None or (request is not received and request not in self._pending):
@@ -431,7 +419,7 @@ class Service:
                     reply = replace(reply, epoch=epoch, done=done, stopped=session.collectives.stopped)
                     reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
                 if begun is not None:
-                    reply = replace(reply, busy_s=self._clock() - begun)
+                    reply = replace(reply, busy_s=self.clock() - begun)
             elif isinstance(reply, LeaseGrant):
                 reply = replace(reply, incarnations=members.reported_incarnations, left=members.reported_left)
             if request is received:
@@ -443,11 +431,11 @@ class Service:
         return self._pending.add(received)
 
     def _end_session(self, why: str) -> None:
-        for request in self._pending.of(object):
-            if isinstance(request, DisconnectWatch):
-                self._pending.complete(request, None)
-            elif not isinstance(request, Attach):
-                self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
+        self._pending.complete_all(DisconnectWatch, None)
+        for request in self._pending.but(Attach):
+            self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
+        self._features.close()
+        self._deferred.clear()
         if self.session is not None:
             self.session.close()
         self.state.session = None

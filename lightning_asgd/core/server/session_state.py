@@ -6,9 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from lightning_asgd.core.calls.shared_memory import host_identity
 from lightning_asgd.core.foundation.errors import ProtocolError, WorkerLostError
 from lightning_asgd.core.protocol import (
     Epoch,
@@ -17,10 +14,7 @@ from lightning_asgd.core.protocol import (
     InitShard,
     Join,
     Joined,
-    LinkProbe,
-    LinkProbed,
     Ranks,
-    ReplicaState,
     ShardState,
     WorkerMetrics,
 )
@@ -29,13 +23,10 @@ from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.core.server.shard import Shard
 from lightning_asgd.core.server.update_buffers import Buffers
-from lightning_asgd.islands.server import IslandParts
-from lightning_asgd.layerwise.layer_means import Means
+from lightning_asgd.recovery.messages import ReplicaState
 from lightning_asgd.recovery.shard_copy import ShardCopy
 from lightning_asgd.recovery.snapshot_store import Snapshot
 from lightning_asgd.recovery.state_recovery import StateRecovery
-
-__all__ = ["SessionState"]
 
 
 @dataclass
@@ -45,9 +36,7 @@ class SessionState:
     members: Membership
     collectives: CollectiveTable = field(init=False)
     shards: dict[int, Shard] = field(default_factory=dict)  # by fragment
-    means: Means = field(default_factory=Means)
     buffers: Buffers = field(default_factory=Buffers)
-    islands: IslandParts = field(default_factory=IslandParts)
     have_weights: set[int] = field(default_factory=set)  # workers that can report them if this server is lost
     restorable: bool = True  # whether its workers can bring a replacement what this server has
     _listed: tuple[tuple[int, int], Ranks, Ranks] | None = None  # see :meth:`_present`
@@ -66,11 +55,6 @@ class SessionState:
         holding = self.have_weights & (self.members.living | self.members.expected_back)
         whole = all(shard.algorithm.leaves_weights for shard in self.shards.values())
         return bool(holding and self.shards) and whole and self.restorable
-
-    @property
-    def samples(self) -> list[tuple[int, tuple[Tensor, ...]]]:
-        """The posterior samples that its first shard has kept, by version."""
-        return list(self.shards[0].samples) if 0 in self.shards else []
 
     def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """The state of the session that a worker gets when it sends its metrics."""
@@ -114,17 +98,9 @@ class SessionState:
                 "the same arguments of ASGDStrategy on every worker."
             )
         self.restorable &= message.restorable
-        weights = message.weights
-        self.islands.enter(message.worker, message.fragment, shard.groups)
-        if message.in_parts:
-            weights = self.islands.weights(message.worker, message.fragment)
-        if weights is not None:
-            shard.initialise(weights, message.version)
+        if message.weights is not None:
+            shard.initialise(message.weights, message.version)
         return self.buffers.open(message)
-
-    def probed(self, message: LinkProbe) -> LinkProbed:
-        """The answer by which a worker sees whether this server can map its memory, and how fast the link is."""
-        return LinkProbed(host_identity(), message.payload if message.echo else None)
 
     def shard_state(self, message: ShardState) -> Any:
         """Return what a checkpoint holds of a shard, or restore it from that, or replace the shard's weights."""
@@ -151,7 +127,7 @@ class SessionState:
 
     def members_changed(self, changed: Collection[int]) -> list[Completion]:
         """Tell the parts that wait for other workers who takes part now, and whose part has ``changed``."""
-        due = self.means.update_members(self.members.living)
+        due: list[Completion] = []
         for shard in self.shards.values():
             due += shard.update_members(self.members.living, changed)
         return due
@@ -163,7 +139,6 @@ class SessionState:
             shard.forget(message.worker, replaced=True)
         self.have_weights.discard(message.worker)
         self.buffers.forget(message.worker)
-        self.islands.forget(message.worker)
         return due
 
     def joined(self, worker: int, *, late: bool) -> Joined:
@@ -183,12 +158,10 @@ class SessionState:
             for shard in self.shards.values():
                 shard.forget(worker, replaced=True)
         self.buffers.forget(worker)
-        self.islands.forget(worker)
 
     def close(self) -> None:
         """Release the memory of its exchanges."""
         self.buffers.clear()
-        self.islands.clear()
 
     def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
         """What is to be written down of the session, once the copies that are returned too are done."""

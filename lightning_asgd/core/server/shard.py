@@ -32,8 +32,6 @@ from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.recovery.shard_copy import ShardCopy
 from lightning_asgd.tables.rows.server import Tables
 
-__all__ = ["REFUSED_IN_A_ROW", "Shard"]
-
 REFUSED_IN_A_ROW = 20
 """Updates of a worker after which it is stopped, if none of them could be applied."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 
-__all__ = ["SilenceDetector"]
-
 _SUSPENDED_S = 2.0  # a longer time between two looks: this process was suspended
 
 

@@ -15,8 +15,6 @@ from lightning_asgd.core.foundation.layout import Groups, check_form, dense, dty
 from lightning_asgd.core.foundation.stats import Verdict
 from lightning_asgd.core.protocol import Exchange, InitShard, Reply
 
-__all__ = ["Buffers"]
-
 log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from lightning_asgd.core.protocol.reductions import TENSOR_REDUCTIONS, reduce
 from lightning_asgd.core.worker.connection import COORDINATOR, GRACE_S, Connection
 from lightning_asgd.core.worker.session_client import SessionClient, pickled, unpickled
 
-__all__ = ["GATHERED_ALONE", "REDUCED_ALONE", "Collectives", "Phase", "reduce_op_name", "unequal"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from lightning_asgd.core.calls.transport import CallTimeoutError, Transport
 from lightning_asgd.core.foundation.errors import ASGDError, ServerLostError, error_from
 from lightning_asgd.core.protocol import Failure
 
-__all__ = ["COORDINATOR", "GRACE_S", "AnotherLost", "Connection", "done_within"]
-
 COORDINATOR = 0  # index of the server that coordinates
 _PATIENCE_S = 3.0  # between two looks for a signal
 GRACE_S = 30.0  # how much longer a worker waits for an answer that the coordinator itself limits in time

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 
-__all__ = ["Pace", "Schedule", "Turns"]
-
 _OVERHEAD = 0.025  # share of training time that exchanges may cost, as far as a worker can measure it
 _EARLY, _EARLY_STEPS = 0.25, 64  # the share during a worker's first steps; then it falls as 1 / steps
 _KEPT = 9  # exchanges in the window: odd, and enough for a median to ignore an outlier

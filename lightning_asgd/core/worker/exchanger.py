@@ -34,8 +34,6 @@ from lightning_asgd.core.worker.synchronizer import Held, Skipped, Training, Wai
 from lightning_asgd.fragments.fragments import Fragments
 from lightning_asgd.recovery.exchange_recovery import ExchangeLog
 
-__all__ = ["Channel", "Exchanger"]
-
 _MEASURE_S = 5.0  # between two measurements of the distance to the servers
 _MEASURE_SHARE = 0.001  # of the time, at most, that they may take
 

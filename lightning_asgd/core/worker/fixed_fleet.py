@@ -34,14 +34,12 @@ from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.fleet import Fleet, here, idle_membership
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import HeartbeatThread
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.replacement.late_entry import EntryPoint, await_entry, publish_entry, take_rank
-
-__all__ = ["FixedFleet"]
 
 log = logging.getLogger(__name__)
 

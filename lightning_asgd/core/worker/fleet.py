@@ -26,15 +26,13 @@ from lightning_asgd.core.protocol import LeaseHoldings, Policy
 from lightning_asgd.core.worker.collectives import Collectives, Phase
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.exchanger import Exchanger
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import HeartbeatThread, SessionClient
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
-from lightning_asgd.monitor.metrics_board import MetricsBoard
 from lightning_asgd.recovery.failover_client import FailoverClient
 from lightning_asgd.replacement.late_entry import EntryPoint
-
-__all__ = ["Fleet", "end_idle_membership", "here", "idle_membership", "keep_idle"]
 
 log = logging.getLogger(__name__)
 

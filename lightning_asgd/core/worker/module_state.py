@@ -14,17 +14,6 @@ from torch.nn import Module
 from lightning_asgd.core.foundation.numerics import as_bytes
 from lightning_asgd.core.worker.collectives import Collectives
 
-__all__ = [
-    "average",
-    "digest_of",
-    "fixed_tensors",
-    "make_identical",
-    "named_state",
-    "on_cpu",
-    "persistent_buffers",
-    "take_values",
-]
-
 
 def named_state(module: Module) -> dict[str, Tensor]:
     """A module's parameters and buffers by name, tied ones once."""

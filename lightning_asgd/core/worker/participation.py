@@ -45,8 +45,6 @@ from lightning_asgd.programs.weight_changes import normed_embeddings
 from lightning_asgd.sampling.optim import share_posterior
 from lightning_asgd.tables.served.clients import TableClients
 
-__all__ = ["Participation"]
-
 log = logging.getLogger(__name__)
 
 

@@ -42,8 +42,6 @@ from lightning_asgd.core.worker.replica_spans import Place, Span, spans_of
 from lightning_asgd.devices.device_staging import lane_for
 from lightning_asgd.tables.rows.worker import RowReplica
 
-__all__ = ["Replica"]
-
 
 class Replica:
     """See the module's docstring.

@@ -14,8 +14,6 @@ from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.replica_spans import Place, Span
 
-__all__ = ["ElasticReplica", "GradientReplica", "MixingReplica", "replica_for"]
-
 
 class GradientReplica(Replica):
     """Pushes the sum of its gradients since the last push. Takes one vector more, or up to three if it remembers."""

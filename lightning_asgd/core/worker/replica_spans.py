@@ -11,8 +11,6 @@ from torch.nn import Module
 
 from lightning_asgd.core.foundation.layout import Layout, Piece, Role
 
-__all__ = ["Place", "Span", "places_of", "spans_of"]
-
 Place = tuple[Any, Any]
 """Where a program keeps a tensor, which it may replace by another one: a container and its key."""
 

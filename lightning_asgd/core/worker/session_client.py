@@ -33,9 +33,7 @@ from lightning_asgd.core.protocol import (
     forget_old_orders,
 )
 from lightning_asgd.core.worker.connection import COORDINATOR, GRACE_S, Connection, done_within
-from lightning_asgd.monitor.metrics_board import MetricsBoard
-
-__all__ = ["HeartbeatThread", "Members", "SessionClient", "pickled", "unpickled"]
+from lightning_asgd.core.worker.metrics_board import MetricsBoard
 
 _PER_PATIENCE = 5  # heartbeats per failure timeout
 _EPOCHS = 4  # whose orders are kept: as many as the coordinator knows

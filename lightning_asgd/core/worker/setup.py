@@ -11,21 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_asgd.algorithms import Hogwild, LayerWise
-from lightning_asgd.compression import Compression
-from lightning_asgd.compression.code_choice import Auto
-from lightning_asgd.compression.link_probe import measured_code
-from lightning_asgd.compression.streams import is_coded
 from lightning_asgd.core.algorithms.base import Algorithm, Payload
+from lightning_asgd.core.algorithms.compression import Compression, is_coded
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.calls import shared_memory
 from lightning_asgd.core.foundation.errors import ConfigurationError, LayoutMismatchError
 from lightning_asgd.core.foundation.layout import Layout, Role, build_layout, dense, nbytes_of
 from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.worker.collectives import Collectives
+from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.module_state import (
-    average,
     digest_of,
     fixed_tensors,
     make_identical,
@@ -37,20 +33,7 @@ from lightning_asgd.core.worker.replica_spans import Place, places_of
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.shard_client import ShardClient
 from lightning_asgd.core.worker.synchronizer import Synchronizer, Training, run
-from lightning_asgd.hogwild.shared_weights import SharedWeights
-from lightning_asgd.layerwise.layer_gradients import LayerGradients
-from lightning_asgd.layerwise.program_gradients import ProgramGradients
-
-__all__ = [
-    "Start",
-    "check_shapes",
-    "fragments_of",
-    "newly_trainable",
-    "set_up",
-    "tables_of",
-    "trainable_parameters",
-    "warn_if_fewer",
-]
+from lightning_asgd.features import SYNCHRONIZERS, load
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +47,18 @@ class Start:
     layout: Any = None  # description of the layout on the servers; None if they have none
     constants: bytes | None = None  # digest of what each worker keeps as the chief had it, where the others train
     again: bool = False  # whether these workers have trained before, so that buffers are their own already
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a way to share weights without exchanges gets when a worker enters; see ``features.SYNCHRONIZERS``."""
+
+    connection: Connection
+    collectives: Collectives
+    module: Module
+    algorithm: Algorithm
+    layout: Layout
+    training: Training
 
 
 def set_up(
@@ -92,25 +87,14 @@ def set_up(
     else:
         layout.check_same(start.layout, f"worker {client.connection.worker}", "the run")
     digest = _take_first_values(collectives, module, fixed_tensors(module, trainable), start, client.connection.worker)
-    if isinstance(algorithm, Hogwild):
-        return SharedWeights(collectives, layout, places_of(module, layout), algorithm, num_servers)
-    if isinstance(algorithm, LayerWise):
-        make_identical(collectives, module, trainable)
-        kind = LayerGradients if training.closures else ProgramGradients
-        tied = len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
-        return kind(
-            client.connection,
-            layout,
-            module,
-            algorithm,
-            replace(training, late_steps=False) if tied else training,
-            lambda: average(collectives, trainable_parameters(module)),
-            one_machine=_on_one_machine(collectives),
-        )
+    if algorithm.payload.value in SYNCHRONIZERS:
+        entry = Entry(client.connection, collectives, module, algorithm, layout, training)
+        connected: Synchronizer = load(SYNCHRONIZERS[algorithm.payload.value])(entry)
+        return connected
     parts, code = fragments_of(trainable, algorithm.fragments, num_servers, tables), config.compression
     warn_if_fewer(algorithm, len(parts))
-    if isinstance(code, Auto):
-        code = measured_code(client.connection, max(parts, key=lambda part: part.nbytes))
+    if code is not None:
+        code = code.chosen(client.connection, max(parts, key=lambda part: part.nbytes))
     _warn_if_unused(code, parts)
     places = [places_of(module, part) for part in parts]
     chief = None
@@ -134,11 +118,6 @@ def _take_first_values(
     digest = make_identical(collectives, module, constants)
     make_identical(collectives, module, persistent_buffers(module))
     return digest if start.constants is None else _check_constants(constants, start.constants, worker)
-
-
-def _on_one_machine(collectives: Collectives) -> bool:
-    host = shared_memory.host_identity()
-    return bool(collectives.reduced("all_reduce", "the workers' machines", host, "same").value) and host != ""
 
 
 def check_shapes(module: Module) -> None:

@@ -10,17 +10,15 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_asgd.algorithms import Algorithm
-from lightning_asgd.compression import Compression
 from lightning_asgd.compression.streams import CodecState, Coded, streams
+from lightning_asgd.core.algorithms.base import Algorithm
+from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.core.foundation.layout import Layout, dense, nbytes_of
 from lightning_asgd.core.foundation.stats import ExchangeRecord
-from lightning_asgd.core.protocol import Exchange, InitShard, Reply, Rows, Samples, ShardState, SharedRef, nbytes
+from lightning_asgd.core.protocol import Exchange, InitShard, Reply, Rows, ShardState, SharedRef, nbytes
 from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.session_client import SessionClient
-
-__all__ = ["InFlight", "ShardClient", "restore_shards"]
 
 log = logging.getLogger(__name__)
 
@@ -246,13 +244,6 @@ class ShardClient:
         """Have the servers take these weights, per server one tensor per group. No worker trains meanwhile."""
         for s in self.connection.servers:
             self.connection.ask(s, ShardState(*self.connection.sender, self.fragment, weights=weights[s]))
-
-    def samples(self) -> list[tuple[int, list[tuple[Tensor, ...]]]]:
-        """Weights that all servers have kept, oldest version first: with each, one tensor per server and group."""
-        futures = [self.connection.post(s, Samples(*self.connection.sender)) for s in self.connection.servers]
-        kept = [dict(self.connection.result(s, future)) for s, future in enumerate(futures)]
-        common = set(kept[0]).intersection(*kept[1:])
-        return [(version, [shard[version] for shard in kept]) for version in sorted(common)]
 
 
 def restore_shards(fragments: Sequence[ShardClient], states: Sequence[Sequence[Any]]) -> None:

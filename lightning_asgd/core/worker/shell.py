@@ -8,8 +8,6 @@ from typing import Any
 
 from lightning_asgd.core.job.interruptions import TERMINATED, TIME_IS_UP, Interruptions
 
-__all__ = ["Shell"]
-
 log = logging.getLogger(__name__)
 
 _SIGNALS: dict[object, str] = {TERMINATED: "SIGTERM", TIME_IS_UP: "SIGUSR1"}

@@ -9,8 +9,6 @@ from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.synchronizer import Synchronizer, run
 
-__all__ = ["synchronize"]
-
 
 def synchronize(
     client: SessionClient,

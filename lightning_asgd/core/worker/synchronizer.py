@@ -14,8 +14,6 @@ from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.programs.trained_units import TrainedUnits
 
-__all__ = ["Held", "OwnData", "Skipped", "Synchronizer", "Training", "Waits", "WorkFeed", "run"]
-
 Waits = Iterable[list[Future[Any]]]
 """A worker's procedure, which yields the futures that must be done before it continues. It must be iterated over."""
 

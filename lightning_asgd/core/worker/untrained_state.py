@@ -21,8 +21,6 @@ from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.module_state import digest_of, named_state, on_cpu, persistent_buffers, take_values
 from lightning_asgd.core.worker.session_client import pickled, unpickled
 
-__all__ = ["UntrainedTensors", "is_statistic"]
-
 log = logging.getLogger(__name__)
 
 _STATISTICS = ("running_mean", "running_var")  # as torch's normalisation layers and those of other libraries call them

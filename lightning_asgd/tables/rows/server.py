@@ -21,8 +21,6 @@ from lightning_asgd.core.protocol import Exchange, Rows
 from lightning_asgd.core.server.group_rules import Before, GroupRules
 from lightning_asgd.recovery.shard_copy import CHUNK
 
-__all__ = ["RowRules", "Tables"]
-
 _DIGITS = 19  # of a time, which any worker may have sent
 
 

@@ -24,8 +24,6 @@ from lightning_asgd.core.foundation.layout import Layout, Piece, Role
 from lightning_asgd.core.protocol import Rows
 from lightning_asgd.core.worker.replica_spans import Place
 
-__all__ = ["RowReplica"]
-
 log = logging.getLogger(__name__)
 
 _WINDOWS = 64  # pushes after which all of a table has been compared

@@ -18,11 +18,17 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ServerLostError, WorkerAwayError
-from lightning_asgd.core.protocol import FetchRows, LoadTable, PushRows, SaveTable, ServedRows, TableRequest, TableSpec
 from lightning_asgd.core.worker.connection import Connection
+from lightning_asgd.tables.served.messages import (
+    FetchRows,
+    LoadTable,
+    PushRows,
+    SaveTable,
+    ServedRows,
+    TableRequest,
+    TableSpec,
+)
 from lightning_asgd.tables.served.row_cache import RowCache
-
-__all__ = ["TableClient", "TableStats"]
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.tables.served.client import TableClient
 from lightning_asgd.tables.served.embedding import ServedEmbedding
 
-__all__ = ["TableClients", "served"]
-
 
 def served(module: Module) -> dict[str, ServedEmbedding]:
     """A module's served tables by name."""

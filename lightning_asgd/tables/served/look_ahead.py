@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_asgd.core.lightning import private_names
 
-__all__ = ["LookAhead"]
-
 
 class LookAhead:
     """Shows a module's ``prefetch_rows(batch)`` every batch one step before it is trained, if the module has it."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_asgd.core.protocol.request import Count, LearningRate, Request
+from lightning_asgd.core.protocol.request import Count, LearningRate, Request, publish_path
 
 __all__ = ["FetchRows", "LoadTable", "PushRows", "SaveTable", "ServedRows", "TableRequest", "TableSpec"]
 
@@ -89,3 +89,6 @@ class ServedRows:
     values: Tensor  # shape `(k, width)`, float32
     updates: int  # number of pushes that the server's part of the table holds
     rejected: bool = False  # whether the push held or caused NaN or infinity, and was not applied
+
+
+publish_path(globals())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["RowCache"]
-
 _AT_ONCE = 8  # this part of the capacity is freed together
 
 

@@ -32,17 +32,6 @@ from torch import Tensor
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError, SnapshotError
 from lightning_asgd.core.foundation.whole_file import new_file, whole_file
 
-__all__ = [
-    "COPIED",
-    "RowFiles",
-    "check_description",
-    "claim_folder",
-    "copy_file",
-    "part_name",
-    "read_description",
-    "read_records",
-]
-
 COPIED = (".table", ".clients")
 """Ends of the names of the files that a copy of a table consists of."""
 

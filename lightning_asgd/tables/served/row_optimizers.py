@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ROW_OPTIMIZERS", "RowOptimizer"]
-
 _EPS = 1e-10
 _BETA1, _BETA2, _ADAM_EPS = 0.9, 0.999, 1e-8
 

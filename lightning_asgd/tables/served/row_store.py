@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
-from lightning_asgd.core.protocol import ServedRows, TableSpec
+from lightning_asgd.tables.served.messages import ServedRows, TableSpec
 from lightning_asgd.tables.served.row_files import (
     COPIED,
     RowFiles,
@@ -23,8 +23,6 @@ from lightning_asgd.tables.served.row_files import (
     read_records,
 )
 from lightning_asgd.tables.served.row_optimizers import ROW_OPTIMIZERS
-
-__all__ = ["RowStore", "copy_table", "first_values", "read_rows"]
 
 _TOP = np.uint64(32)
 _BELOW = np.uint64(0xFFFFFFFF)

@@ -1,14 +1,12 @@
 """The served tables of a server process.
 
-Reading and writing rows takes long, so it happens outside of :class:`Service`'s lock, in a thread for each table. The
-service only decides whether the worker may.
+Reading and writing rows takes long, so it happens outside of the server's lock, in a thread for each table.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,40 +14,36 @@ from typing import Any
 from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError, ProtocolError, SnapshotError
-from lightning_asgd.core.protocol import Failure, FetchRows, Leave, LoadTable, PushRows, SaveTable, TableRequest
+from lightning_asgd.core.protocol import Failure
+from lightning_asgd.core.server.feature import Server, ServerFeature
 from lightning_asgd.core.server.pending_replies import failure
+from lightning_asgd.tables.served.messages import FetchRows, LoadTable, PushRows, SaveTable
 from lightning_asgd.tables.served.row_store import RowStore
-
-__all__ = ["ServedTables"]
 
 log = logging.getLogger(__name__)
 
 
-class ServedTables:
-    """Opens its part of a table at the first message about it. Any thread may call it.
+class ServedTables(ServerFeature):
+    """Opens its part of a table at the first message about it."""
 
-    ``service`` handles all other messages. For one about a table it returns None if the worker may send it.
-    """
+    observes = True  # snapshots do not hold tables
 
-    def __init__(self, service: Callable[[Any], Any]) -> None:
-        self._service = service
-        self._lock = threading.Lock()
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
         self._parts: dict[str, _Part] = {}  # by folder
         self._folders: dict[str, str] = {}  # of a module's tables, by their names
 
     def handle(self, message: Any) -> Any:
-        """Return a reply, a :class:`Failure`, or a future of either."""
-        answer = self._service(message)
-        if isinstance(message, Leave):
-            self._release()
-        if answer is not None or not isinstance(message, TableRequest):
-            return answer
+        """See :class:`ServerFeature`."""
+        if isinstance(message, PushRows):
+            self._server.member(message)
+        else:
+            self._server.heard(message)
         table = message.table
-        with self._lock:
-            folder = self._folders.setdefault(table.name, table.folder)
-            part = self._parts.get(table.folder)
-            if part is None:
-                part = self._parts[table.folder] = _Part()
+        folder = self._folders.setdefault(table.name, table.folder)
+        part = self._parts.get(table.folder)
+        if part is None:
+            part = self._parts[table.folder] = _Part()
         if folder != table.folder:
             return failure(
                 ConfigurationError(
@@ -62,20 +56,18 @@ class ServedTables:
         part.thread.submit(lambda: future.set_result(part.answer(message)))
         return future
 
-    def _release(self) -> None:
+    def forget(self, worker: int) -> None:
         """Let other processes have the files: a job may be over. The next message about a table opens it again."""
-        with self._lock:
-            self._folders.clear()
-            for part in self._parts.values():
-                part.thread.submit(part.close)
+        self._folders.clear()
+        for part in self._parts.values():
+            part.thread.submit(part.close)
 
     def close(self) -> None:
         """Let other processes have the files, once the messages that have arrived are answered."""
-        with self._lock:
-            for part in self._parts.values():
-                part.thread.submit(part.close)
-                part.thread.shutdown()
-            self._parts.clear()
+        for part in self._parts.values():
+            part.thread.submit(part.close)
+            part.thread.shutdown(wait=False)
+        self._parts.clear()
 
 
 class _Part:

@@ -37,19 +37,6 @@ from torch.futures import Future
 from lightning_asgd.core.calls.transport import CallTimeoutError, NetworkDownError
 from lightning_asgd.core.foundation.errors import ConfigurationError, LaunchError
 
-__all__ = [
-    "INFINITE_S",
-    "Agent",
-    "ConnectionBrokenError",
-    "asynchronous",
-    "check_available",
-    "is_available",
-    "listening_sockets",
-    "reachable",
-    "stop",
-    "typed",
-]
-
 INFINITE_S = 0.0
 # Torch's texts, by which alone its errors differ: tests/transport/test_rpc.py fails if a release changes them.
 _REFUSED = "ECONNREFUSED"

@@ -28,8 +28,6 @@ from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.protocol import Contribution, codec
 from lightning_asgd.transports.rpc import tensorpipe
 
-__all__ = ["RpcServer", "RpcTransport"]
-
 _FORGET_S = 10.0  # for an acknowledgement, which may be lost
 _LARGE = 65_536  # bytes of a buffer, on average: torch sends larger tensors without copying them
 _LEAST_S = 0.001  # torch takes 0 for no limit

@@ -26,8 +26,6 @@ from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress
 from lightning_asgd.core.protocol import Failure, codec
 from lightning_asgd.transports.zmq.sockets import Loop, addressed, assemble, encoded, frames_of, keys_of, secure
 
-__all__ = ["ZmqServer"]
-
 log = logging.getLogger(__name__)
 
 _THREADS = 8

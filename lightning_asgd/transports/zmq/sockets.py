@@ -32,8 +32,6 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.job.secret import key_for
 from lightning_asgd.core.protocol import codec
 
-__all__ = ["Keys", "Loop", "addressed", "assemble", "encoded", "frames_of", "keys_of", "secure"]
-
 log = logging.getLogger(__name__)
 
 _FRAME = 4 << 20  # bytes

@@ -8,16 +8,16 @@ import time
 from typing import Any
 
 from lightning_asgd.core.calls.transport import answer_within
+from lightning_asgd.core.foundation.environment import SECRET_ENV, joined
 from lightning_asgd.core.foundation.errors import LaunchError, ProtocolError
-from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress, joined, listen, resolve
+from lightning_asgd.core.job.addresses import LOOPBACK, ServerAddress, listen, resolve
 from lightning_asgd.core.job.entry_store import CLOCK_KEY, EntryStore
+from lightning_asgd.core.job.rendezvous import final_error
 from lightning_asgd.core.job.secret import LARGEST_ENTRY
 from lightning_asgd.core.protocol import Failure
 from lightning_asgd.one_port.gateway import Gateway
 from lightning_asgd.transports.zmq.server import ZmqServer
-from lightning_asgd.transports.zmq.transport import ZmqTransport
-
-__all__ = ["HostedZmqStore", "ZmqStore"]
+from lightning_asgd.transports.zmq.transport import SecretError, ZmqTransport
 
 _GRACE_S = 1.0
 _LARGEST_SUM = 16 << 20  # bytes of all entries and their names
@@ -152,3 +152,21 @@ def _is_json(text: str) -> bool:
 def _value(text: str | None, kind: type) -> Any:
     found = None if text is None else json.loads(text)
     return found if isinstance(found, kind) else None
+
+
+def reach(host: str, port: int, secret: str | None, timeout_s: float, found: str) -> EntryStore:
+    """Connect to the store of a process that listens there."""
+    there = f"The process at {joined(host, port)} has transport='zmq', but"
+    store = ZmqStore(host, port, secret or "", timeout_s, found)  # without one, too: so the process there learns of it
+    try:
+        store.peek("job")  # waits for the handshake, which fails with another secret
+    except BaseException as error:
+        store.close()
+        if not isinstance(error, RuntimeError):
+            raise
+        if secret is None:
+            text = f"{there} {SECRET_ENV} is not set for this one. Expected the same secret on all machines."
+            raise final_error(text) from error
+        text = f"{there} no connection to it could be made: {error}."
+        raise (final_error(text) if isinstance(error, SecretError) else LaunchError(text)) from error
+    return store

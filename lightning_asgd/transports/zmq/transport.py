@@ -23,8 +23,6 @@ from lightning_asgd.core.protocol import Failure, codec
 from lightning_asgd.one_port import gateway
 from lightning_asgd.transports.zmq.sockets import Loop, assemble, frames_of, keys_of, secure
 
-__all__ = ["SecretError", "ZmqTransport"]
-
 log = logging.getLogger(__name__)
 
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 1000

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from lightning_asgd.core.leases.table import Leases
-from lightning_asgd.core.protocol import UNKNOWN, Status, WorkerStatus
+from lightning_asgd.core.protocol import UNKNOWN
+from lightning_asgd.core.server.feature import ServerFeature
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.shard import Shard
-
-__all__ = ["view"]
+from lightning_asgd.elastic.messages import Status, WorkerStatus
 
 _EVENTS = 8
 
@@ -44,3 +46,17 @@ def view(members: Membership, shard: Shard | None, leases: Leases | None, now: f
         tuple(workers),
         tuple(members.events[-_EVENTS:]),
     )
+
+
+class StatusReports(ServerFeature):
+    """Answers `lightning-asgd status`, also if there is no session."""
+
+    observes = True
+
+    def handle(self, message: Any) -> Status:
+        """See :class:`ServerFeature`."""
+        server, state = self._server, self._server.state
+        status, session = Status(state.registry.name), state.session
+        if session is not None:
+            status = view(session.members, session.shards.get(0), state.epochs.latest, server.clock())
+        return replace(status, snapshot=server.snapshot_report())

@@ -8,9 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_asgd.core.foundation.errors import ProtocolError
+from lightning_asgd.core.foundation.layout import Layout, Role
 from lightning_asgd.core.foundation.validation import Configurable
-
-__all__ = ["Compression", "check_lengths"]
 
 
 class Compression(Configurable):
@@ -34,6 +33,10 @@ class Compression(Configurable):
         """The codec for weights that servers send. These have no error feedback, so it must be more accurate."""
         return self
 
+    def chosen(self, connection: object, layout: Layout) -> Compression | None:
+        """The codec for exchanges of this layout by a worker with this connection, where it depends on that."""
+        return self
+
     def holds(self, values: Tensor) -> bool:
         """Whether values of this size can be coded without being clamped."""
         return True
@@ -45,6 +48,11 @@ class Compression(Configurable):
     def decode(self, coded: tuple[Tensor, ...], out: Tensor) -> None:
         """Write what a code stands for: ``coded`` is what :meth:`encode` returned; ``out`` has the shape ``(n,)``."""
         raise NotImplementedError
+
+
+def is_coded(role: Role, dtype: str) -> bool:
+    """Whether a group is compressed: a residual of 16 bits would lose small updates."""
+    return role is Role.PARAMETER and dtype in ("float32", "float64")
 
 
 def check_lengths(code: Compression, coded: Sequence[Tensor], expected: Sequence[int]) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from lightning_asgd.core.protocol import WorkerMetrics
 
-__all__ = ["MetricsBoard"]
-
 _EVENTS = 1000
 
 

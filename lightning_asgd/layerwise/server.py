@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from lightning_asgd.core.foundation.errors import ProtocolError
-from lightning_asgd.core.protocol import LayerGradient
+from lightning_asgd.core.server.feature import Server, ServerFeature
 from lightning_asgd.core.server.pending_replies import Completion
-
-__all__ = ["Means"]
+from lightning_asgd.layerwise.messages import LayerGradient
 
 Key = tuple[int, int, int]
 
@@ -65,3 +65,21 @@ class Means:
                 mean += gradient / len(parts)
             due += [Completion(message, mean) for message, _ in parts]
         return due
+
+
+class LayerMeans(ServerFeature):
+    """The means of a session."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._means = Means()
+
+    def handle(self, message: Any) -> Any:
+        """See :class:`ServerFeature`."""
+        self._means.living = self._server.member(message).members.living
+        return self._server.complete(self._means.add(message), message)
+
+    def members_changed(self) -> list[Completion]:
+        """See :class:`ServerFeature`."""
+        session = self._server.state.session
+        return [] if session is None else self._means.update_members(session.members.living)

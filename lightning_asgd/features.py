@@ -1,0 +1,64 @@
+"""The features, by what they add to the core: paths of modules, each of which is imported when it is first needed.
+
+The core imports no feature. It asks this file, and so do pickles of messages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["MESSAGES", "SERVER", "STORES", "SYNCHRONIZERS", "TRANSPORTS", "load", "sendable"]
+
+MESSAGES = {
+    "compression": ("LinkProbe", "LinkProbed"),
+    "elastic": ("Status", "StatusRequest", "WorkerStatus"),
+    "islands": ("ExchangePart", "InitPart", "Part"),
+    "layerwise": ("LayerGradient",),
+    "recovery": ("ReplayDone", "ReplicaState", "StateReport"),
+    "sampling": ("Samples",),
+    "tables.served": ("FetchRows", "LoadTable", "PushRows", "SaveTable", "ServedRows", "TableRequest", "TableSpec"),
+}
+"""The messages of each feature, in its ``messages.py``."""
+
+SERVER = {
+    "ExchangePart": "islands.server:Islands",
+    "FetchRows": "tables.served.server:ServedTables",
+    "InitPart": "islands.server:Islands",
+    "LayerGradient": "layerwise.server:LayerMeans",
+    "LinkProbe": "compression.server:LinkProbes",
+    "LoadTable": "tables.served.server:ServedTables",
+    "PushRows": "tables.served.server:ServedTables",
+    "Samples": "sampling.server:PosteriorSamples",
+    "SaveTable": "tables.served.server:ServedTables",
+    "StatusRequest": "elastic.server:StatusReports",
+}
+"""The part of a server that handles a message: a :class:`~lightning_asgd.core.server.feature.ServerFeature`."""
+
+SYNCHRONIZERS = {
+    "layers": "layerwise.worker:connect",
+    "none": "hogwild.shared_weights:connect",
+}
+"""How workers share weights, by what their algorithm pushes, if not by exchanges."""
+
+STORES = {"zmq": "transports.zmq.store:reach"}
+"""How to reach a rendezvous that is not torch's."""
+
+TRANSPORTS = {"rpc": "transports.rpc.kind:RPC", "zmq": "transports.zmq.kind:ZMQ"}
+
+_RULES = "algorithms", "compression"
+_HOMES = {name: f"{feature}.messages" for feature, names in MESSAGES.items() for name in names}
+
+
+def load(path: str) -> Any:
+    """What a path such as ``"islands.server:Islands"`` names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"lightning_asgd.{module}"), name)
+
+
+def sendable(name: str) -> Any:
+    """The feature's message, algorithm, transform or compression of that name; None if there is none."""
+    if name in _HOMES:
+        return load(f"{_HOMES[name]}:{name}")
+    packages = (importlib.import_module(f"lightning_asgd.{each}") for each in _RULES)
+    return next((getattr(package, name) for package in packages if name in package.__all__), None)
