@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lightning_asgd.cli.doctor_command import doctor
 from lightning_asgd.core.foundation.errors import ASGDError
 from lightning_asgd.data_stalls.command import measure_stalls
-from lightning_asgd.elastic.health_command import health
+from lightning_asgd.elastic.health import health
 from lightning_asgd.elastic.serve_command import serve
 from lightning_asgd.elastic.status_command import status
 from lightning_asgd.plan.command import plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_asgd.core.protocol.metrics import WorkerMetrics
 from lightning_asgd.core.protocol.request import publish_path
+from lightning_asgd.core.protocol.session import WorkerMetrics
 
 __all__ = ["Status", "StatusRequest", "WorkerStatus"]
 

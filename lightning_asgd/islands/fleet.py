@@ -20,8 +20,8 @@ from lightning_asgd.core.worker.module_state import digest_of
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
 from lightning_asgd.elastic.elastic_run import ElasticFleet
+from lightning_asgd.islands.blocks import is_sharded
 from lightning_asgd.islands.group import IslandGroup, picklable
-from lightning_asgd.islands.local_tensors import is_sharded
 from lightning_asgd.islands.part_exchange import PartSender
 from lightning_asgd.islands.synchronizer import IslandSynchronizer
 

@@ -13,17 +13,37 @@ from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.layout import Layout, build_layout
 from lightning_asgd.core.foundation.stats import ExchangeStats
+from lightning_asgd.core.worker.exchange_period import Schedule
 from lightning_asgd.core.worker.exchanger import Channel, Exchanger
 from lightning_asgd.core.worker.replica_kinds import replica_for
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.setup import Start, check_shapes, fragments_of, trainable_parameters, warn_if_fewer
 from lightning_asgd.core.worker.synchronizer import Held, Skipped, Synchronizer, Training, Waits, run
-from lightning_asgd.islands.blocks import part_layout
+from lightning_asgd.islands.blocks import block_of, is_sharded, local_places, part_layout, reshard
 from lightning_asgd.islands.exchanger import IslandReplica, IslandShards
 from lightning_asgd.islands.group import IslandGroup
-from lightning_asgd.islands.local_tensors import block_of, is_sharded, local_places, reshard
-from lightning_asgd.islands.next_look import steps_to_look
 from lightning_asgd.islands.part_exchange import Copies, PartExchange, PartSender
+
+_MOST = 64  # steps
+_LATE = 8  # an answer is noticed late by at most an eighth of its round trip, or by one step
+
+
+def steps_to_look(
+    schedule: Schedule, steps: int, looked: int, since_s: float | None, step_s: float, *, offline: int
+) -> int:
+    """After how many more steps one exchange is to be looked at; 0: before the next batch.
+
+    ``looked``: steps taken at the latest look. ``since_s``: since an unanswered exchange began; None if none is in
+    flight. ``step_s``: seconds per step, 0 if unknown. ``offline``: steps that the worker may take without an exchange.
+    """
+    due = next((more for more in range(_MOST) if any(schedule.due(steps + more, more))), _MOST)
+    if since_s is None:
+        return due or int(looked == steps)  # it was not begun, since a sync point is near
+    if due == 0 and not any(schedule.due(looked, looked - steps)):
+        return 0  # it is deferred, which counts once
+    expected_s = max(schedule.trip_s - since_s, since_s / _LATE)
+    looks = max(1, min(_MOST, round(expected_s / step_s) if step_s else 1))
+    return min(looks, due or max(0, offline - schedule.since_push))
 
 
 class IslandSynchronizer(Synchronizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,8 +25,47 @@ from lightning_asgd.layerwise.program_gradients import ProgramGradients
 from lightning_asgd.loops.leased_pass import SharedData, Trainee
 from lightning_asgd.loops.state import LoopState
 from lightning_asgd.programs.batch_units import counter_of
-from lightning_asgd.programs.step_rounds import Rounds
 from lightning_asgd.programs.weight_changes import WeightChanges
+
+_PATIENCE = 16  # rounds in a row
+
+
+class Rounds:
+    """Learns in which order optimizers step. ``number`` is how many there are.
+
+    A round ends when an optimizer steps that has stepped in it. The longest round is the usual one. After 16 in a row
+    that differ from it, as in a phase of one optimizer alone, the latest becomes the usual one. Until a round has held
+    all optimizers, or 16 have passed, none is known, and no step closes a round.
+
+    Example:
+        >>> rounds = Rounds(2)
+        >>> [rounds.ends(each) for each in "DGDDG"]  # the second step of G was skipped
+        [False, True, False, False, True]
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._present: list[Hashable] = []  # the steps of the present round
+        self._usual: tuple[Hashable, ...] = ()
+        self._others = 0  # rounds in a row that were not the usual one
+
+    def ends(self, optimizer: Hashable) -> bool:
+        """Note a step, taken or skipped. Returns whether it closes the usual round."""
+        usual, present = self._usual, self._present
+        closed = bool(usual and present) and present[-1] == usual[-1] and optimizer in usual
+        if optimizer in present or closed:
+            self._learn(tuple(present))
+            present = self._present = []
+        present.append(optimizer)
+        if len(present) == self._number > len(self._usual):
+            self._usual, self._others = tuple(present), 0
+        return bool(self._usual) and optimizer == self._usual[-1]
+
+    def _learn(self, past: tuple[Hashable, ...]) -> None:
+        self._others = 0 if past == self._usual else self._others + 1
+        if self._others >= _PATIENCE or 0 < len(self._usual) < len(past):
+            self._usual, self._others = past, 0
+
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator, Perce
 
 from lightning_asgd.monitor.metric_definitions import bars, staleness
 from lightning_asgd.monitor.metric_log import Fit
-from lightning_asgd.report.curves import STATES, Curves, totals
-from lightning_asgd.report.faults import KINDS, Fault, faults
+from lightning_asgd.report.curves import KINDS, STATES, Curves, Fault, faults, totals
 from lightning_asgd.report.picture_style import PAPER, SERIES, STYLE, logarithmic
 
 METRICS = 12  # validation metrics that are drawn

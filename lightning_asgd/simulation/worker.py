@@ -29,7 +29,7 @@ from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.setup import fragments_of
 from lightning_asgd.core.worker.shard_client import ShardClient
 from lightning_asgd.core.worker.synchronizer import Training, run
-from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.simulation.network import VirtualClock
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.speeds import Speed
 

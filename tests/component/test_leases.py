@@ -19,11 +19,10 @@ from torch.futures import Future
 from torch.utils.data import BatchSampler, RandomSampler
 
 from lightning_asgd.core.foundation.errors import ProtocolError, WorkerAwayError
-from lightning_asgd.core.leases.checks import check_epoch
 from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.sampler import in_common_order
-from lightning_asgd.core.leases.table import Leases
+from lightning_asgd.core.leases.table import Leases, check_epoch
 from lightning_asgd.core.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.core.worker.session_client import Members
 from lightning_asgd.streams.server import leases_of

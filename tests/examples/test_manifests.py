@@ -15,7 +15,7 @@ import yaml
 
 from lightning_asgd.cli.command_line import COMMANDS
 from lightning_asgd.core.job import supervisor
-from lightning_asgd.elastic.health_command import health
+from lightning_asgd.elastic.health import health
 from tests.helpers import pages
 from tests.test_docs import check_command, commands
 

@@ -24,7 +24,7 @@ from lightning_asgd.monitor.callback import _loss
 from lightning_asgd.monitor.metric_definitions import METRICS
 from lightning_asgd.monitor.metric_log import find_log, read
 from lightning_asgd.programs.batch_units import samples_in
-from lightning_asgd.report.faults import places
+from lightning_asgd.report.curves import places
 from tests.helpers.wandb_file import contents
 from tests.lightning.models import Regression, loader, trainer
 

@@ -189,7 +189,7 @@ ELSEWHERE = {
     "core.server.server_state.ServerState.recover",
     # results of commands: docs/commands.md
     "cli.doctor_command.doctor",
-    "elastic.health_command.health",
+    "elastic.health.health",
     "plan.measured_module.print_choice",
     "plan.command._print",
     "plan.command.plan",

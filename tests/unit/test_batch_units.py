@@ -13,8 +13,7 @@ import torch
 
 from lightning_asgd import Advanced, ASGDStrategy
 from lightning_asgd.core.foundation.errors import ConfigurationError
-from lightning_asgd.programs.batch_units import counter_of, samples_in, tokens_in
-from lightning_asgd.programs.trained_units import TrainedUnits
+from lightning_asgd.programs.batch_units import TrainedUnits, counter_of, samples_in, tokens_in
 
 
 @dataclass

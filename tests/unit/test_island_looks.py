@@ -6,7 +6,7 @@ import pytest
 
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.worker.exchange_period import Schedule
-from lightning_asgd.islands.next_look import steps_to_look
+from lightning_asgd.islands.synchronizer import steps_to_look
 
 
 def schedule(since: int, trip_s: float = 0.0, nsync: int = 10) -> Schedule:

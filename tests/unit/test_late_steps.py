@@ -10,7 +10,7 @@ import torch
 from lightning_asgd.algorithms import LayerWise
 from lightning_asgd.core.algorithms.base import Run
 from lightning_asgd.core.foundation.errors import ConfigurationError
-from lightning_asgd.layerwise.late_steps import LateSteps
+from lightning_asgd.layerwise.layer_gradients import LateSteps
 
 
 def stepped(late: LateSteps, optimizer: Any, parameter: torch.Tensor, gradient: float) -> float:

@@ -17,11 +17,9 @@ from lightning_asgd.cli.command_line import main
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.protocol import WorkerMetrics
 from lightning_asgd.monitor.metric_log import FILE, Entry, Fit, MetricLog, find_log, read
-from lightning_asgd.report.curves import Curves, totals
-from lightning_asgd.report.faults import faults, places
-from lightning_asgd.report.page import _facts, _period, write
+from lightning_asgd.report.curves import Curves, faults, places, totals
+from lightning_asgd.report.page import _facts, _period, explained, write
 from lightning_asgd.report.picture_style import DARK, PAPER
-from lightning_asgd.report.waiting import explained
 
 SETTINGS = {"nsync": 10, "algorithm": "ASGD(scale='mean') <&>"}
 HOSTILE = "<script>alert('$a_b')</script>"

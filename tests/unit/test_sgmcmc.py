@@ -36,10 +36,10 @@ from lightning_asgd.core.algorithms.base import Push, Run, Transform
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.synchronizer import run
+from lightning_asgd.fragments.fragments import kept_samples
 from lightning_asgd.sampling.messages import Samples
 from lightning_asgd.sampling.optim import PSGLD, SGHMC, SGLD, PosteriorSampler
 from lightning_asgd.sampling.posterior import averaged_prediction
-from lightning_asgd.sampling.worker import kept_samples
 from tests.helpers.cluster import SESSION, Cluster
 
 COORDINATES, NUM_DATA, PRIOR = 2000, 20, 5.0

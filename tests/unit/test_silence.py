@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lightning_asgd.core.server.silence import SilenceDetector
+from lightning_asgd.core.server.membership import SilenceDetector
 
 TIMEOUT_S, STEP_S = 3.0, 0.5
 

@@ -46,7 +46,7 @@ from lightning_asgd.simulation import (
     Speed,
     Trace,
 )
-from lightning_asgd.simulation.clock import VirtualClock
+from lightning_asgd.simulation.network import VirtualClock
 from tests.helpers.cluster import Cluster
 from tests.helpers.script import bits
 

@@ -6,8 +6,8 @@ import doctest
 
 import pytest
 
-from lightning_asgd.programs import step_rounds
-from lightning_asgd.programs.step_rounds import Rounds
+from lightning_asgd.loops import session
+from lightning_asgd.loops.session import Rounds
 
 
 def closing(steps: str, number: int = 2) -> str:
@@ -17,7 +17,7 @@ def closing(steps: str, number: int = 2) -> str:
 
 
 def test_example_in_the_docstring_runs() -> None:
-    assert doctest.testmod(step_rounds) == (0, 2)  # failed, attempted
+    assert doctest.testmod(session) == (0, 2)  # failed, attempted
 
 
 @pytest.mark.parametrize(

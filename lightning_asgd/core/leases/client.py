@@ -14,18 +14,55 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ServerLostError, WorkerAwayError
 from lightning_asgd.core.foundation.ranges import without
-from lightning_asgd.core.leases.live import Live
 from lightning_asgd.core.leases.plan import LeasedBatch, Plan, ReadingPlan
-from lightning_asgd.core.leases.request import Asked
-from lightning_asgd.core.protocol import Epoch, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.core.worker.connection import COORDINATOR, GRACE_S, done_within
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.synchronizer import WorkFeed
+
+_T = TypeVar("_T")
+
+
+class Live:
+    """Base of objects that ``copy.deepcopy`` returns as they are: a copied Trainer is not another worker."""
+
+    def __deepcopy__(self: _T, memo: Any) -> _T:
+        return self
+
+
+@dataclass
+class Asked:
+    """A lease request in flight."""
+
+    future: Future[Any]
+    trained: int
+    begun: float
+    timeout_s: float | None
+    stop: bool
+    halt: bool
+    client: SessionClient  # it was sent over: a new layout brings another one
+    restored: int  # how often the coordinator had been restored
+    ended: tuple[int, ...]  # the ends of shards that it reported
+    answered: list[float] = field(default_factory=list)
+
+    def grant(self) -> LeaseGrant:
+        """Wait for the answer; after a time-out nothing is granted, and the segment counts as over."""
+        connection = self.client.connection
+        if self.timeout_s is not None and not connection.wait(self.future, self.timeout_s):
+            return LeaseGrant(over=True)
+        grant: LeaseGrant = connection.result(COORDINATOR, self.future)
+        members = self.client.members[COORDINATOR]
+        members.incarnations |= grant.incarnations
+        members.left = dict(grant.left)
+        return grant
+
 
 _SMOOTH = 0.3  # weight of the latest step in the unit_s
 _AHEAD = 1.5  # times the seconds that an answer takes: when to ask for more before the work is out

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from lightning_asgd.core.foundation.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.core.foundation.ranges import common
-from lightning_asgd.core.leases.checks import check_epoch
-from lightning_asgd.core.leases.table import Leases
+from lightning_asgd.core.leases.table import Leases, check_epoch
 from lightning_asgd.core.protocol import Epoch, LeaseHoldings
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion

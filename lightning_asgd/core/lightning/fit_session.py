@@ -42,10 +42,10 @@ from lightning_asgd.core.worker.session_client import pickled, unpickled
 from lightning_asgd.core.worker.synchronizer import Held, Skipped, run
 from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.engines.signals import requeueing_of
+from lightning_asgd.programs.batch_units import TrainedUnits
 from lightning_asgd.programs.callback_modules import share_callback_modules
 from lightning_asgd.programs.fit_messages import FitMessages
 from lightning_asgd.programs.fixed_split import FixedSplit
-from lightning_asgd.programs.trained_units import TrainedUnits
 from lightning_asgd.programs.weight_changes import ChangesBetweenBatches, UnseenSteps
 from lightning_asgd.replacement.last_checkpoint import LastState
 from lightning_asgd.tables.served.look_ahead import LookAhead

@@ -22,8 +22,7 @@ from typing import Any
 
 from lightning_asgd.combined.combined_data import CombinedData
 from lightning_asgd.core.foundation.ranges import common, merged
-from lightning_asgd.core.leases.client import DataLeases
-from lightning_asgd.core.leases.live import Live
+from lightning_asgd.core.leases.client import DataLeases, Live
 from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.data_mode import accumulation, workers_of

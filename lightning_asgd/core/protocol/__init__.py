@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import importlib
 
-from lightning_asgd.core.protocol import collective, lease, metrics, session, state, update
+from lightning_asgd.core.protocol import collective, lease, session, update
 from lightning_asgd.core.protocol.collective import *
 from lightning_asgd.core.protocol.lease import *
-from lightning_asgd.core.protocol.metrics import *
 from lightning_asgd.core.protocol.request import PUBLIC_PATH, Request, publish_path
 from lightning_asgd.core.protocol.session import *
-from lightning_asgd.core.protocol.state import *
 from lightning_asgd.core.protocol.update import *
 
 __all__ = ["Request"]
 __all__ += collective.__all__
 __all__ += lease.__all__
-__all__ += metrics.__all__
 __all__ += session.__all__
-__all__ += state.__all__
 __all__ += update.__all__
 
 publish_path(globals())

@@ -7,20 +7,44 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_asgd.core.protocol.metrics import WorkerMetrics
+from torch import Tensor
+
 from lightning_asgd.core.protocol.request import Count, Request, Seconds
+from lightning_asgd.core.protocol.session import WorkerMetrics
 
 __all__ = [
     "Contribution",
     "JointReport",
+    "JointState",
     "Pickled",
     "Place",
     "Ranks",
     "Reduced",
     "SyncReport",
+    "UntrainedState",
     "next_chief",
     "ranks_of",
 ]
+
+
+@dataclass(frozen=True)
+class UntrainedState:
+    """What a worker reports at a sync point of its buffers and frozen parameters."""
+
+    # Of the normalisation layers' statistics: how many batches they have seen since the last sync point, and values.
+    statistics: dict[str, tuple[float, Tensor]] = field(default_factory=dict)
+    digests: dict[str, bytes] = field(default_factory=dict)  # of what is long, and is sent only where workers differ
+    short: Any = None  # the chief's other tensors by name, or `Pickled`; None from the others
+
+
+@dataclass(frozen=True)
+class JointState:
+    """What these reports come to."""
+
+    statistics: dict[str, Tensor]  # their means
+    differing: frozenset[str]  # names of long tensors that are not the same on all workers
+    short: Any  # the chief's; None if it did not report
+
 
 _MOST_RANKS = 1_000_000
 

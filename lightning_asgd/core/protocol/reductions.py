@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.core.foundation.numerics import is_finite
-from lightning_asgd.core.protocol.collective import JointReport, Place, Ranks, Reduced, SyncReport
-from lightning_asgd.core.protocol.metrics import WorkerMetrics
-from lightning_asgd.core.protocol.state import JointState, UntrainedState
+from lightning_asgd.core.protocol.collective import (
+    JointReport,
+    JointState,
+    Place,
+    Ranks,
+    Reduced,
+    SyncReport,
+    UntrainedState,
+)
+from lightning_asgd.core.protocol.session import WorkerMetrics
 
 __all__ = ["TENSOR_REDUCTIONS", "combine", "metrics_in", "reduce"]
 

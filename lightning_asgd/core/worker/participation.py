@@ -18,8 +18,7 @@ from torch.nn import Module
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.numerics import zero_nonfinite
-from lightning_asgd.core.leases.client import DataLeases
-from lightning_asgd.core.leases.live import Live
+from lightning_asgd.core.leases.client import DataLeases, Live
 from lightning_asgd.core.protocol import JointReport, SyncReport
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
@@ -39,8 +38,8 @@ from lightning_asgd.core.worker.untrained_state import UntrainedTensors
 from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.gain import Gain
 from lightning_asgd.monitor.meter import Meter, Waited
+from lightning_asgd.programs.batch_units import TrainedUnits
 from lightning_asgd.programs.restarted_nsync import restarted_nsync
-from lightning_asgd.programs.trained_units import TrainedUnits
 from lightning_asgd.programs.weight_changes import normed_embeddings
 from lightning_asgd.sampling.optim import share_posterior
 from lightning_asgd.tables.served.clients import TableClients

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.foundation.stats import ExchangeStats
-from lightning_asgd.programs.trained_units import TrainedUnits
+from lightning_asgd.programs.batch_units import TrainedUnits
 
 Waits = Iterable[list[Future[Any]]]
 """A worker's procedure, which yields the futures that must be done before it continues. It must be iterated over."""
