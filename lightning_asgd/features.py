@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["MESSAGES", "SERVER", "STORES", "SYNCHRONIZERS", "TRANSPORTS", "load", "sendable"]
+__all__ = ["FIT", "MESSAGES", "SERVER", "STORES", "SYNCHRONIZERS", "TRANSPORTS", "load", "sendable"]
 
 MESSAGES = {
     "compression": ("LinkProbe", "LinkProbed"),
@@ -34,6 +34,17 @@ SERVER = {
     "StatusRequest": "elastic.server:StatusReports",
 }
 """The part of a server that handles a message: a :class:`~lightning_asgd.core.server.feature.ServerFeature`."""
+
+FIT = {
+    "programs.weight_changes:ChangesBetweenBatches": "",
+    "programs.weight_changes:UnseenSteps": "",
+    "caches.partitioned_caches:PartitionedCaches": "caches.cache",
+    "tables.served.look_ahead:LookAhead": "tables.served.embedding",
+    "programs.callback_modules:CallbackModules": "",
+    "engines.signals:DeferredRequeueing": "",
+}
+"""What takes part in a worker's fit, a :class:`~lightning_asgd.core.worker.feature.WorkerFeature`; and the module
+without which a program cannot need it."""
 
 SYNCHRONIZERS = {
     "layers": "layerwise.worker:connect",

@@ -42,7 +42,7 @@ LARGE_CLASSES: dict[str, dict[str, int]] = {
         "core.job.training_job.TrainingJob": 356,
         "core.leases.client.DataLeases": 408,
         "core.leases.table.Leases": 411,
-        "core.lightning.fit_session.FitSession": 374,
+        "core.lightning.fit_session.FitSession": 367,
         "core.lightning.leased_loop.LeasedLoop": 371,
         "core.lightning.strategy.ASGDStrategy": 360,
         "core.server.collective_table.CollectiveTable": 313,
@@ -94,7 +94,7 @@ LARGE_CLASSES: dict[str, dict[str, int]] = {
     "attributes": {
         "core.job.supervisor.Supervisor": 29,
         "core.leases.table.Leases": 18,
-        "core.lightning.fit_session.FitSession": 17,
+        "core.lightning.fit_session.FitSession": 14,
         "core.lightning.leased_loop.LeasedLoop": 34,
         "core.worker.connection.Connection": 18,
         "core.worker.exchange_period.Schedule": 14,

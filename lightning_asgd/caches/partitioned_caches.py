@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_asgd.caches.cache import CachedDataset, cached_dataset
 from lightning_asgd.caches.peer_caches import CacheServer, PeerCaches
@@ -12,19 +11,19 @@ from lightning_asgd.core.calls.shared_memory import host_identity
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.lightning.private_names import training_loaders
 from lightning_asgd.core.worker.collectives import Phase
-from lightning_asgd.elastic.elastic_run import AnyFleet
+from lightning_asgd.core.worker.feature import Fit, WorkerFeature
 
 log = logging.getLogger(__name__)
 
 
-class PartitionedCaches:
+class PartitionedCaches(WorkerFeature):
     """Connects the caches of one fit's training data, until :meth:`close`.
 
     One worker of each machine answers the other machines. If its process ends, its machine's part is read from storage.
     """
 
-    def __init__(self, trainer: Any, membership: AnyFleet) -> None:
-        self._trainer, self._membership = trainer, membership
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
         self._datasets: list[CachedDataset] = []
         self._servers: list[CacheServer] = []
 
@@ -42,11 +41,11 @@ class PartitionedCaches:
             server.close()
         self._servers = []
 
-    def on_data(self) -> None:
+    def take_data(self) -> None:
         """New training data were set up: connect their caches, together with all other workers."""
         self.close()
-        membership = self._membership
-        found = (cached_dataset(getattr(loader, "dataset", None)) for loader in training_loaders(self._trainer))
+        membership = self._fit.membership
+        found = (cached_dataset(getattr(loader, "dataset", None)) for loader in training_loaders(self._fit.trainer))
         self._datasets = [dataset for dataset in found if dataset is not None and dataset.partitioned]
         if not self._datasets or membership.alone:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.worker.collectives import Phase
+from lightning_asgd.core.worker.feature import Fit, WorkerFeature
 from lightning_asgd.engines.engine import end_with_agent, requeue_job
 
 
@@ -50,8 +51,8 @@ class HeedsInValidation:
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Write a checkpoint first if asked to: Lightning can resume a validation here. Then call the module's."""
-        if self.fit_session is not None:
-            self.fit_session.before_validation_step()
+        if self.fit_session is not None and not self.fit_session.in_search:
+            self.fit_session.at("pause")
         return super().validation_step(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -59,18 +60,19 @@ class Requeueing:
     """The handler of SLURM's signal in a job: Lightning's own, which writes a checkpoint, where a checkpoint is whole.
 
     Within a batch or a sync point the signal may interrupt an exchange, whose weights are then half merged, or a call
-    to a server whose lock this thread holds: while it ``defers``, the signal waits for :meth:`handle`.
+    to a server whose lock this thread holds: while it ``defers``, that is called, and the signal waits for
+    :meth:`handle`.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self.defers = trainer, False
+        self._trainer = trainer
+        self.defers: Callable[[], None] | None = None
         self.came: tuple[int, Any] | None = None
 
     def __call__(self, signum: int, frame: Any) -> None:
         """Note the signal."""
         self.came = signum, frame
-        if not self.defers:
-            self.handle()
+        (self.defers or self.handle)()
 
     def handle(self) -> None:
         """Call Lightning's handler if the signal has come."""
@@ -86,3 +88,24 @@ class Requeueing:
         finally:
             if phase is Phase.SYNC:
                 collectives.phase = phase
+
+
+class DeferredRequeueing(WorkerFeature):
+    """From the beginning of a fit to its end a signal waits until a checkpoint is whole."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._handler = requeueing_of(fit.trainer)
+
+    def begin(self) -> None:
+        """See :class:`WorkerFeature`."""
+        self._handler.defers = lambda: self._fit.due.append(self._handler.handle)
+
+    def pause(self) -> None:
+        """See :class:`WorkerFeature`."""
+        self._handler.handle()
+
+    def end(self) -> None:
+        """See :class:`WorkerFeature`."""
+        self._handler.defers = None
+        self._handler.handle()

@@ -27,7 +27,7 @@ from lightning_asgd.tables.served.clients import served
 class IslandSession(FitSession):
     """See :class:`FitSession`; ``place`` is this process's place among those that share a batch, and their number."""
 
-    _membership: IslandFleet
+    membership: IslandFleet
     _kind_of_leases = SharedLeases
     sigterm: Sigterm
     """Whether this process has got SIGTERM; set by the strategy."""
@@ -46,9 +46,9 @@ class IslandSession(FitSession):
         return IslandLeases(self._group, leases, self._place)
 
     def _enter(self, start: Start) -> Synchronizer:
-        membership = self._membership
+        membership = self.membership
         about = self._group, self._module, membership.sender, membership.client
-        return set_up_island(*about, self._config, self._training, start)
+        return set_up_island(*about, self.config, self._training, start)
 
     @property
     def _peers(self) -> int:
@@ -70,7 +70,7 @@ class IslandSession(FitSession):
         """
         super().end_batch()
         steps = self.synchronizer.stats.steps
-        trainer, wishes = self._trainer, self._trainer.should_stop or self._stops_later
+        trainer, wishes = self.trainer, self.trainer.should_stop or self._stops_later
         stops, ends = self._group.end_batch(wishes, self.sigterm.came, steps)
         # What only some wish counts for the next batch, as all have to stop together.
         self._stops_later, trainer.should_stop = trainer.should_stop and not stops, stops
@@ -80,7 +80,7 @@ class IslandSession(FitSession):
     def _agree_to_stop(self) -> None:
         super()._agree_to_stop()
         if self._any_has_sigterm():  # since Lightning has looked; there may be no further batch
-            raise private_names.sigterm.imported(self._trainer.strategy.tree)
+            raise private_names.sigterm.imported(self.trainer.strategy.tree)
 
     def _any_has_sigterm(self) -> bool:
         return self._group.any(self.sigterm.came)
@@ -91,7 +91,7 @@ class IslandSession(FitSession):
 
     @property
     def _writes_files(self) -> bool:
-        return self._membership.writes()
+        return self.membership.writes()
 
     def _reset_nonfinite_state(self) -> None:
         self._group.order("reset non-finite state")  # every process has a part of the optimizers' state, or a copy
@@ -110,7 +110,7 @@ class IslandSession(FitSession):
             epoch, done = self.synchronizer.caught_up
             held = epoch, done or ()
         servers = self.synchronizer.state() if "optimizer_states" in left else []
-        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, {}, left)
+        entry = entry_of(self.synchronizer.versions, self.config.algorithm_name, servers, {}, left)
         if "loops" in left:
             self.data.save(entry, held)
         if "loops" in left_in(checkpoint):

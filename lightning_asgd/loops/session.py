@@ -133,7 +133,7 @@ class LoopSession(Participation, Trainee):
         return layers.accumulating() if isinstance(layers, ProgramGradients) else nullcontext()
 
     def _warn(self, message: str) -> None:
-        if self._membership.is_chief:
+        if self.membership.is_chief:
             log.warning(message)
 
     @property
@@ -141,12 +141,12 @@ class LoopSession(Participation, Trainee):
         """Whether this worker is to log and to write checkpoints."""
         if self._run is not None:
             self._run.follow_chief()
-        return self._membership.is_chief
+        return self.membership.is_chief
 
     @property
     def rank(self) -> int:
         """This worker's rank among those that take part."""
-        return self._membership.rank_and_size[0]
+        return self.membership.rank_and_size[0]
 
     # ------------------------------------------------------------------ steps
 
@@ -198,13 +198,13 @@ class LoopSession(Participation, Trainee):
             self._warn_of_mixed_weights()  # first: then a worker may take its own weights again
             self._whole(self.synchronizer.begin())
             place = {"pass": self.state.passes} if self._in_pass else None
-            self._membership.begin_interval(self.synchronizer, place, self._progress)
+            self.membership.begin_interval(self.synchronizer, place, self._progress)
             self._untrained.begin_interval(self.synchronizer.stats.steps)
             self._changes.note()
 
     def _advance(self) -> None:
         """Between two steps: merge a reply that has arrived, and exchange if that is due."""
-        self._membership.check_session()
+        self.membership.check_session()
         if self._run is not None:
             self._run.follow_chief()
         self._whole(self.synchronizer.advance())
@@ -219,7 +219,7 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if ((rule := self._config.algorithm).lockstep and self._run is None) or rule.payload is Payload.LAYERS:
+        if ((rule := self.config.algorithm).lockstep and self._run is None) or rule.payload is Payload.LAYERS:
             raise ConfigurationError(
                 f"batches() was called with {type(rule).__name__}, whose workers wait for each other. Expected a "
                 "dataloader of your own that gives every worker an equal part, or an elastic run."
@@ -230,12 +230,12 @@ class LoopSession(Participation, Trainee):
         self._follow_growth()
         self.take_set_weights()
         self._leases.batch = data.batch
-        reference = self._membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
+        reference = self.membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
         if self._run is not None and not self.state.in_epoch:
             self._run.begin_epoch()
             self._share_posterior()
         state = self.state
-        key, agree = f"{self._membership.session}/{state.passes}", self._membership.common_order
+        key, agree = f"{self.membership.session}/{state.passes}", self.membership.common_order
         begun = data.begin(state.passes, reference, lambda own, mine: agree(key, own, [mine], unites=True).parts[0])
         order, units, shards = begun
         if not units:
@@ -349,7 +349,7 @@ class LoopSession(Participation, Trainee):
     def _is_uneven(self) -> bool:
         """Whether other workers may have taken a step since the end of a pass, with gradients that were left over."""
         enters = self._collectives.phase is Phase.ENTERING
-        return self._after_pass and self._run is None and not self._membership.alone and not enters
+        return self._after_pass and self._run is None and not self.membership.alone and not enters
 
     def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
         synchronizer = super()._set_up(versions, again=again)
@@ -365,8 +365,8 @@ class LoopSession(Participation, Trainee):
         if self._run is not None:
             self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
-            self._membership.begin_interval(self.synchronizer, None, self._progress)
-        self._changes.check(self._membership.rank, moved=self.synchronizer.moved)
+            self.membership.begin_interval(self.synchronizer, None, self._progress)
+        self._changes.check(self.membership.rank, moved=self.synchronizer.moved)
         self._flushes = True
         run(self.synchronizer.flush())
         self._flushes = False
@@ -380,7 +380,7 @@ class LoopSession(Participation, Trainee):
             self.set_up_again(trained=True)
         if not met.trained:
             self.take_set_weights()
-        self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
+        self.membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
         self._after_pass = False
         self._changes.note()
 
@@ -399,7 +399,7 @@ class LoopSession(Participation, Trainee):
         if self._collectives.phase is Phase.ASYNC or self.state.passes == self._passes_before or self._is_uneven:
             self._sync("end of an epoch", all_have_pushed=False)
         self._passes_before = self.state.passes
-        self.stops = self._membership.agree_to_stop(self.stops, self._progress)
+        self.stops = self.membership.agree_to_stop(self.stops, self._progress)
 
     @property
     def progress(self) -> float:
@@ -415,10 +415,10 @@ class LoopSession(Participation, Trainee):
         self.leave_pass()
         if self._run is None or self._collectives.phase is not Phase.SYNC or self.synchronizer.moved:
             self._sync("end of training", all_have_pushed=False)
-        if self._membership.is_chief:
+        if self.membership.is_chief:
             self._collect_samples()
         self._share_last()
-        self._membership.end_entries()
+        self.membership.end_entries()
         self._note_losses()
 
     def give_back(self) -> None:
@@ -460,7 +460,7 @@ class LoopSession(Participation, Trainee):
             "optimizers": [each.state_dict() for each in self._all_optimizers],
             "data": self._trained_of_pass(held) if self._in_pass else {},
             "versions": list(self.synchronizer.versions),
-            "algorithm": self._config.algorithm_name,
+            "algorithm": self.config.algorithm_name,
             "servers": self.synchronizer.state(),
         }
 

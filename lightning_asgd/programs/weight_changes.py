@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module
 
-from lightning_asgd.core.algorithms.base import Algorithm, Payload
+from lightning_asgd.core.algorithms.base import Payload
 from lightning_asgd.core.foundation.layout import Layout
+from lightning_asgd.core.worker.feature import Fit, WorkerFeature
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -40,32 +41,35 @@ class WeightChanges:
         return _changes_of(self._module.parameters())
 
 
-class ChangesBetweenBatches:
-    """Whether a program changes weights between two batches, if it ``watches``: no other worker learns of that."""
+class ChangesBetweenBatches(WorkerFeature):
+    """Whether a program changes weights between two batches: no other worker learns of that."""
 
-    def __init__(self, module: Module, worker: Callable[[], int], *, watches: bool) -> None:
-        self._module, self._worker = module, worker
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._module = fit.trainer.lightning_module
         self._layout: Layout | None = None  # that `_watched` was made for
         self._watched: list[Tensor] = []
         self._noted: list[int] = []
-        self._steps, self._watches = -1, watches
+        self._steps = -1
+        self._watches = not fit.membership.alone and fit.config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
 
-    def note(self, synchronizer: Synchronizer) -> None:
+    def after_all(self) -> None:
         """A batch has ended."""
         if not self._watches:
             return
+        synchronizer = self._fit.synchronizer
         if synchronizer.layout is not self._layout:
             self._layout = synchronizer.layout
             self._watched = _trained(self._module, synchronizer.layout)
         self._steps, self._noted = synchronizer.stats.steps, self._versions()
 
-    def forget(self) -> None:
+    def rejoin(self) -> None:
         """Changes until the next batch ends are expected."""
         self._steps = -1
 
-    def check(self, synchronizer: Synchronizer) -> None:
+    def between_batches(self) -> None:
         """Warn once if weights have changed since the last batch ended, and no step was taken."""
-        if not self._watches or self._steps != synchronizer.stats.steps:
+        if not self._watches or self._steps != self._fit.synchronizer.stats.steps:
             return
         now = self._versions()
         if now == self._noted:
@@ -79,35 +83,44 @@ class ChangesBetweenBatches:
             "are merged. Set weights at a sync point, such as on_train_epoch_end or on_validation_end, and clamp them "
             "at the beginning of training_step, too.",
             next((name for name, p in self._module.named_parameters() if p is changed), "?"),
-            self._worker(),
+            self._fit.membership.rank,
         )
 
     def _versions(self) -> list[int]:
         return [0 if parameter.is_inference() else parameter._version for parameter in self._watched]
 
 
-class UnseenSteps:
-    """Whether a batch was trained by an optimizer whose steps no hook counts, such as one inside another optimizer.
+class UnseenSteps(WorkerFeature):
+    """Counts the step of a batch whose optimizer no hook counts, such as one inside another optimizer.
 
     If a step of the batch was counted, none is added: the next push holds all changes since the latest one. Changes
     between two batches, such as clamped weights, are no steps.
     """
 
-    def __init__(self, module: Module, algorithm: Algorithm) -> None:
-        self._module, self._algorithm = module, algorithm
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._module, self._algorithm = fit.trainer.lightning_module, fit.config.algorithm
         self._layout: Layout | None = None  # that `_watched` was made for
         self._watched: list[Tensor] = []  # parameters
         self._steps = self._noted = 0
         self._warned = False
 
-    def begin(self, synchronizer: Synchronizer) -> None:
-        """A batch begins."""
+    def before_batch(self) -> None:
+        """A batch begins. Only with manual optimization."""
+        if self._module.automatic_optimization:
+            return
+        synchronizer = self._fit.synchronizer
         if synchronizer.layout is not self._layout:
             self._layout = synchronizer.layout
             self._watched = _trained(self._module, synchronizer.layout)
         self._steps, self._noted = synchronizer.stats.steps, _changes_of(self._watched)
 
-    def found(self, synchronizer: Synchronizer) -> bool:
+    def after_batch(self) -> None:
+        """Count a step if the batch has taken one."""
+        if not self._module.automatic_optimization and self._found(self._fit.synchronizer):
+            self._fit.count_own_step(None)
+
+    def _found(self, synchronizer: Synchronizer) -> bool:
         """Whether to count such a step: the batch has taken one, and the algorithm pushes differences of weights."""
         payload = self._algorithm.payload
         if payload is Payload.LAYERS:  # gradients are exchanged during backward; a step may follow in a later batch

@@ -108,7 +108,7 @@ def drawn_by(member: IslandFleet) -> torch.Tensor:
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.zeros(4)
     sampler, config = SGLD([weight], lr=0.1, num_data=1, seed=0), ExchangeConfig.create(nsync=1)
-    worker: Any = SimpleNamespace(_membership=member, _config=config, optimizers=[sampler])
+    worker: Any = SimpleNamespace(membership=member, config=config, optimizers=[sampler])
     Participation._share_posterior(worker)
     sampler.step()
     return weight.detach()

@@ -41,7 +41,7 @@ class Part(Participation):
     def __init__(self, collectives: Collectives, module: nn.Module, synchronizer: Synchronizer) -> None:
         self._module, self.synchronizer = module, synchronizer
         about = {"collectives": collectives, "client": collectives.client, "rank": collectives.rank, "alone": False}
-        self._membership: Any = SimpleNamespace(**about)
+        self.membership: Any = SimpleNamespace(**about)
         self._warned_of_mixing = False
 
     def interval(self, step: float) -> None:
@@ -133,7 +133,7 @@ def test_nothing_is_sent_to_the_servers_if_nothing_was_set(monkeypatch: pytest.M
         module, mine = part(collectives)
         mine.interval(1.0)
         asked: list[Any] = []
-        connection = mine._membership.client.connection
+        connection = mine.membership.client.connection
         ask = connection.ask
         monkeypatch.setattr(connection, "ask", lambda *a: [asked.append(a[1]), ask(*a)][1])
         mine.take_set_weights()
@@ -162,7 +162,7 @@ def test_servers_keep_their_momentum() -> None:
 def test_a_server_that_is_restored_meanwhile_gets_them_again() -> None:
     def work(collectives: Collectives, rank: int) -> Any:
         module, mine = part(collectives)
-        connection, calls = mine._membership.client.connection, []
+        connection, calls = mine.membership.client.connection, []
         replace = mine.synchronizer.replace
 
         def lost_once(weights: Any, *, sends: bool) -> None:

@@ -168,8 +168,8 @@ def test_a_job_s_checkpoint_waits_for_the_end_of_a_sync_point(
     monkeypatch.setenv("SLURM_JOB_ID", "80")
 
     def come(session: FitSession) -> None:
-        if session._trainer.global_rank == rank:
-            private_names.requeue_job(session._trainer)(signal.SIGUSR1, None)
+        if session.trainer.global_rank == rank:
+            private_names.requeue_job(session.trainer)(signal.SIGUSR1, None)
             assert not [*tmp_path.glob("hpc_ckpt_*.ckpt")]
 
     monkeypatch.setattr(FitSession, "_meet", before_first(FitSession._meet, come))
@@ -230,10 +230,10 @@ def test_a_job_is_requeued_at_once_outside_of_a_fit(
     try:
         private_names.requeue_job(trainer)(signal.SIGUSR1, None)
         assert handled == [signal.SIGUSR1]
-        requeueing_of(trainer).defers = True  # a fit begins
+        requeueing_of(trainer).defers = lambda: None  # a fit begins
         private_names.requeue_job(trainer)(signal.SIGUSR1, None)
         assert len(handled) == 1
-        requeueing_of(trainer).defers = False
+        requeueing_of(trainer).defers = None
         requeueing_of(trainer).handle()
         private_names.requeue_job(trainer)(signal.SIGUSR1, None)
         assert len(handled) == 3

@@ -73,7 +73,7 @@ WHEN: dict[str, dict[str, str]] = {
     "The worker concerned": {
         "islands.strategy.IslandStrategy.save_checkpoint": "a process of an island fails alone",
         "replacement.last_checkpoint.write_last_checkpoint": "all servers are lost",
-        "caches.partitioned_caches.PartitionedCaches.on_data": "joining a run with a partitioned cache",
+        "caches.partitioned_caches.PartitionedCaches.take_data": "joining a run with a partitioned cache",
         "world.process_group.GuardedStore._open": "`torch.distributed.new_group`",
         "launchers.process_launcher.MultiProcessLauncher._save": "an exception, and then another one",
         "launchers.process_launcher.MultiProcessLauncher.run_worker": "an exception",
@@ -97,7 +97,7 @@ WHEN: dict[str, dict[str, str]] = {
         "core.worker.participation.Participation._warn_of_mixed_weights": "the program sets weights",
         "core.job.training_job.TrainingJob._follow": "joining again after its machine was lost",
         "core.job.training_job.TrainingJob._take_over": "the machine with the servers is lost",
-        "programs.weight_changes.ChangesBetweenBatches.check": "the program changes weights",
+        "programs.weight_changes.ChangesBetweenBatches.between_batches": "the program changes weights",
         "programs.weight_changes.UnseenSteps._warn": "a step of an optimizer that the Trainer does not know",
         "programs.weight_changes.WeightChanges.check": "the program changes weights",
         "engines.engine.requeue_job": "SLURM preempts the job",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from lightning_asgd.caches.partitioned_caches import PartitionedCaches
 from lightning_asgd.core.algorithms.base import Payload, Run
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.lightning.checkpointing import (
@@ -36,19 +35,16 @@ from lightning_asgd.core.lightning.private_names import loaded_checkpoint
 from lightning_asgd.core.lightning.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.core.protocol import JointReport, Place, SyncReport
 from lightning_asgd.core.worker.collectives import Phase
+from lightning_asgd.core.worker.feature import Moments, moments_of
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.participation import Participation
 from lightning_asgd.core.worker.session_client import pickled, unpickled
 from lightning_asgd.core.worker.synchronizer import Held, Skipped, run
 from lightning_asgd.elastic.elastic_run import AnyFleet
-from lightning_asgd.engines.signals import requeueing_of
 from lightning_asgd.programs.batch_units import TrainedUnits
-from lightning_asgd.programs.callback_modules import share_callback_modules
 from lightning_asgd.programs.fit_messages import FitMessages
 from lightning_asgd.programs.fixed_split import FixedSplit
-from lightning_asgd.programs.weight_changes import ChangesBetweenBatches, UnseenSteps
 from lightning_asgd.replacement.last_checkpoint import LastState
-from lightning_asgd.tables.served.look_ahead import LookAhead
 
 
 class FitSession(Participation):
@@ -70,13 +66,12 @@ class FitSession(Participation):
     ) -> None:
         self._fetched, self._in_step = math.inf, False
         self._watched: list[Any] = []  # optimizers
-        self._unseen = UnseenSteps(trainer.lightning_module, config.algorithm)
-        mixes = config.algorithm.payload not in (Payload.LAYERS, Payload.NONE) and not membership.alone
-        self._changes = ChangesBetweenBatches(trainer.lightning_module, lambda: membership.rank, watches=mixes)
+        self._moments: Moments = {"rejoin": ()}  # until the features are made
+        self.due: list[Callable[[], None]] = []
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
-        self._trainer, self._resume = trainer, resume
+        self.trainer, self._resume = trainer, resume
         self.last: LastState | None = None  # set when the main process is gone
         self.whole: dict[str, Any] | None = None  # a checkpoint with optimizer states that Lightning makes
         waits = config.algorithm.lockstep and not membership.comes_and_goes
@@ -84,20 +79,18 @@ class FitSession(Participation):
         split = split or waits or config.algorithm.payload is Payload.LAYERS or membership.alone
         split = split or (bool(trainer.overfit_batches) and not membership.comes_and_goes)  # validation has the same
         self._choice = DataChoice(trainer, membership, self._leases, lambda: resume.take("data"), split=split)
-        self._caches = PartitionedCaches(trainer, membership)
         resume.keep_for(None if membership.entry is not None else loaded_checkpoint(trainer))
         if membership.entry is not None:  # the others have continued since the checkpoint
             resume.data = (membership.entry.progress or {}).get("data", {})
-        self._requeueing = requeueing_of(trainer)
         self._passed = PassedSteps(trainer, lambda: self._writes_files)
-        self._ahead = LookAhead(trainer) if self.tables else None
         self.synchronizer = self._set_up(resume.take("versions"))
         self._restore_servers()
+        self._moments = moments_of(self)
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
-            when_data_are_set_up(trainer, self._choice.on_data, self._caches.on_data),
-            self._caches.close,
+            when_data_are_set_up(trainer, self._choice.on_data, *self._moments["take_data"]),
+            *self._moments["close"],
         ]
 
     @property
@@ -108,42 +101,42 @@ class FitSession(Participation):
     @property
     def optimizers(self) -> Sequence[Any]:
         """The Trainer's."""
-        optimizers: Sequence[Any] = self._trainer.optimizers
+        optimizers: Sequence[Any] = self.trainer.optimizers
         return optimizers
 
     def _first_progress(self) -> dict[str, Any] | None:
-        progress = progress_in(self._trainer)
+        progress = progress_in(self.trainer)
         return None if progress is None else {**progress, "data": self._resume.data}
 
     def begin(self) -> None:
         """Start from the progress of the others. The optimizers exist by now."""
-        trainer, entry = self._trainer, self._membership.entry
+        trainer, entry = self.trainer, self.membership.entry
         if entry is not None:
             follow_progress(trainer, entry.progress)
         if self._run is not None and self._run.entry is not None:
             self._run.adopt_checkpoints()
         self._share_posterior()
-        self._find_period(steps_of_fit(trainer, self._config), rank_zero_warn)
-        if isinstance(self._membership, FixedFleet):
-            self._membership.publish_chief_state()
+        self._find_period(steps_of_fit(trainer, self.config), rank_zero_warn)
+        if isinstance(self.membership, FixedFleet):
+            self.membership.publish_chief_state()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
-        run = Run(trainer.world_size, trainer.num_nodes, self._config.npush, optimizers, precision)
-        self._config.algorithm.check(run)
+        run = Run(trainer.world_size, trainer.num_nodes, self.config.npush, optimizers, precision)
+        self.config.algorithm.check(run)
         self._watch_optimizers()
         self._load_tables()
-        self._requeueing.defers = True  # from now on a signal waits
+        self.at("begin")
 
     def _watch_optimizers(self) -> None:
         """Be told of the steps of the Trainer's optimizers, also of those that a hook has put in their place."""
-        for optimizer in self._trainer.optimizers:
+        for optimizer in self.trainer.optimizers:
             if any(optimizer is each for each in self._watched):
                 continue
             self._watched.append(optimizer)
             self.tables.watch([optimizer])
-            if self._config.gain:
+            if self.config.gain:
                 self._gain.watch([optimizer])
             if hasattr(optimizer, "register_step_post_hook"):
-                self._undo.append(optimizer.register_step_post_hook(self._count_own_step).remove)
+                self._undo.append(optimizer.register_step_post_hook(self.count_own_step).remove)
 
     def start_from_loaded(self) -> None:
         """Have the servers take what was loaded during the fit; all workers call it."""
@@ -177,8 +170,8 @@ class FitSession(Participation):
         if self._run is not None:  # others may have joined or left since the latest epoch
             self._run.begin_epoch()
             self._share_posterior()
-            self._trainer.strategy.announce()
-            self._find_period(steps_of_fit(self._trainer, self._config), rank_zero_warn)
+            self.trainer.strategy.announce()
+            self._find_period(steps_of_fit(self.trainer, self.config), rank_zero_warn)
         self._messages.start("data shared dynamically" if self.data.installed else "data split equally", self._period)
 
     def note_fetched(self) -> None:
@@ -190,7 +183,7 @@ class FitSession(Participation):
         """Between two batches: merge a reply that has arrived, and exchange if that is due."""
         callbacks_s = max(0.0, time.perf_counter() - self._fetched)
         self._passed.unmute()
-        self._membership.check_session()
+        self.membership.check_session()
         if self._run is not None:
             self._run.follow_chief()
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
@@ -200,27 +193,24 @@ class FitSession(Participation):
                 self.set_up_again()
             self._warn_of_mixed_weights()
             run(self.synchronizer.begin())
-            self._membership.begin_interval(self.synchronizer, self.data.place, self._progress)
+            self.membership.begin_interval(self.synchronizer, self.data.place, self._progress)
             self._untrained.begin_interval(self.synchronizer.stats.steps)
         else:
-            self._changes.check(self.synchronizer)
+            self.at("between_batches")
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self._leases.begin_batch(callbacks_s)
         self.data.before_batch(batch)
         if self._units.name:
             self._units.begin(batch)
-        if self._ahead is not None:
-            self._ahead.look()
-        if not self._module.automatic_optimization:
-            self._unseen.begin(self.synchronizer)
+        self.at("before_batch")
 
     @contextlib.contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:
         """An optimizer takes a step inside, unless Lightning's GradScaler skips it."""
         self._watch_optimizers()
         hook, taken = None, [False]  # whether steps were skipped; left empty by a step that is not taken
-        scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if scaled and hasattr(optimizer, "register_step_post_hook"):
             taken = []  # a fused optimizer decides on the device
             hook = optimizer.register_step_post_hook(lambda *_: taken.append(getattr(optimizer, "found_inf", False)))
@@ -238,7 +228,8 @@ class FitSession(Participation):
         if self._module.automatic_optimization:
             self.data.after_batch(self.synchronizer, self._discard)
 
-    def _count_own_step(self, optimizer: Any, *_: Any) -> None:
+    def count_own_step(self, optimizer: object, *_: object) -> None:
+        """Count a step that the strategy does not see, unless it is part of one that it does."""
         if self._in_step:
             return
         if self._units.name:  # a step of optimizers(use_pl_optimizer=False), which the strategy does not see
@@ -248,30 +239,29 @@ class FitSession(Participation):
     def after_batch(self, outputs: Any, batch: Any) -> None:
         """Decide what follows a training batch."""
         self._passed.note(self.data.counts)
-        if not self._module.automatic_optimization and self._unseen.found(self.synchronizer):
-            self._count_own_step(None)
+        self.at("after_batch")
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
         self._passed.write(self.data.counts, outputs, batch)
-        if self._requeueing.came:
-            self._requeueing.handle()
-        self._changes.note(self.synchronizer)
+        self.at("after_all")
+        while self.due:
+            self.due.pop()()
+
+    def at(self, moment: str) -> None:
+        """Call what features do at a moment; see :class:`~lightning_asgd.core.worker.feature.WorkerFeature`."""
+        for call in self._moments[moment]:
+            call()
 
     def _rejoin(self) -> None:
         super()._rejoin()
-        self._changes.forget()
-
-    def before_validation_step(self) -> None:
-        """Write a checkpoint here if SLURM's signal has come, unless a search tries other settings."""
-        if not self.in_search:
-            self._requeueing.handle()
+        self.at("rejoin")
 
     # ------------------------------------------------------------------ sync points
 
     @property
     def in_search(self) -> bool:
         """Whether a callback searches a learning rate or batch size, which every worker does for itself."""
-        return not any(isinstance(callback, SyncPoints) for callback in self._trainer.callbacks)
+        return not any(isinstance(callback, SyncPoints) for callback in self.trainer.callbacks)
 
     @property
     def halted(self) -> bool:
@@ -281,7 +271,7 @@ class FitSession(Participation):
     def synchronize_within_epoch(self, mine: Place, *, stops: bool) -> Place:
         """Synchronise where a worker validates, or where its epoch ends; see :class:`JointDecisions`."""
         mine = replace(mine, batches=self.data.batches)
-        met = self.sync_point("validation or epoch end", mine, halt=stops and not self._membership.comes_and_goes)
+        met = self.sync_point("validation or epoch end", mine, halt=stops and not self.membership.comes_and_goes)
         together = met.place or mine
         self._passed.note(self.data.counts)
         batches = self.data.count(together.step, together.batches)
@@ -314,9 +304,9 @@ class FitSession(Participation):
 
     def sync_at_epoch_end(self) -> None:
         """Synchronise, unless all have done so and nothing was trained since."""
-        if self._collectives.phase is not Phase.SYNC or self._membership.comes_and_goes:
+        if self._collectives.phase is not Phase.SYNC or self.membership.comes_and_goes:
             self.sync_point("epoch end")
-        self._requeueing.handle()
+        self.at("pause")
 
     def sync_at_train_end(self) -> None:
         """Synchronise, and take what hooks have set since a sync point at which training ended."""
@@ -326,7 +316,7 @@ class FitSession(Participation):
 
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
         """Wait for all living workers, give all the same bits of the servers' weights, and return the joint report."""
-        trainer, membership, synchronizer = self._trainer, self._membership, self.synchronizer
+        trainer, membership, synchronizer = self.trainer, self.membership, self.synchronizer
         if self._run is not None:
             self._run.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
@@ -355,17 +345,17 @@ class FitSession(Participation):
         if self._check_grown(met):
             self.set_up_again(trained=True)
         membership.share_untrained(self._untrained, synchronizer.stats.steps)
-        share_callback_modules(trainer, self._collectives)
+        self.at("share")
         return met
 
     def _agree_to_stop(self) -> None:
         """Stop all workers where one stops: hooks after the sync point may have set it on some workers only."""
-        should_stop = self._trainer.should_stop
-        self._trainer.should_stop = self._membership.agree_to_stop(should_stop, self._progress)
+        should_stop = self.trainer.should_stop
+        self.trainer.should_stop = self.membership.agree_to_stop(should_stop, self._progress)
 
     def _progress(self) -> dict[str, Any]:
         """The progress that a joining worker needs."""
-        progress = progress_of(self._trainer)
+        progress = progress_of(self.trainer)
         self.data.to_ddp_counters(progress["loops"]["fit_loop"])
         return progress
 
@@ -373,30 +363,29 @@ class FitSession(Participation):
         """Synchronise the final weights, including what callbacks changed."""
         if self._collectives.phase is Phase.ASYNC:
             self.sync_point("train end")  # a search for a learning rate puts all callbacks aside, ours too
-        elif self._trainer.is_global_zero:
+        elif self.trainer.is_global_zero:
             self._collect_samples()
         self._share_last()
         if self._run is not None and not self._writes_files:
             self._run.adopt_checkpoints()
         self._choice.end()
-        self._membership.end_entries()
+        self.membership.end_entries()
         self._note_losses()
         if not self.in_search:
             self._messages.end(self.synchronizer.stats)
-            self._requeueing.defers = False
-            self._requeueing.handle()
+            self.at("end")
 
     # ------------------------------------------------------------------ checkpoints
 
     @property
     def _writes_files(self) -> bool:
         """Whether this worker writes checkpoints."""
-        return bool(self._trainer.is_global_zero)
+        return bool(self.trainer.is_global_zero)
 
     @property
     def _writes_alone(self) -> bool:
         """Whether this worker writes checkpoints without asking the others: the chief between two sync points."""
-        return self._collectives.phase is Phase.ASYNC and bool(self._trainer.is_global_zero)
+        return self._collectives.phase is Phase.ASYNC and bool(self.trainer.is_global_zero)
 
     def catch_up(self) -> dict[str, Tensor]:
         """What a checkpoint holds instead of the module's tensors on the chief between sync points, by their keys."""
@@ -406,7 +395,7 @@ class FitSession(Participation):
     @property
     def _held(self) -> Held | None:
         """What the weights of a checkpoint hold of others' updates; None if all workers wait."""
-        alone = self._writes_alone or self._membership.comes_and_goes  # where others may train on meanwhile
+        alone = self._writes_alone or self.membership.comes_and_goes  # where others may train on meanwhile
         return self.synchronizer.caught_up if alone else None
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
@@ -416,10 +405,10 @@ class FitSession(Participation):
         """
         if checkpoint is not self.whole:
             return
-        left = left_in(checkpoint) if self._trainer.is_global_zero else set()
-        workers = self._membership.gather_optimizer_states(states_in(checkpoint))
+        left = left_in(checkpoint) if self.trainer.is_global_zero else set()
+        workers = self.membership.gather_optimizer_states(states_in(checkpoint))
         servers = (self.last.servers if self.last else self.synchronizer.state()) if "optimizer_states" in left else []
-        entry = entry_of(self.synchronizer.versions, self._config.algorithm_name, servers, workers, left)
+        entry = entry_of(self.synchronizer.versions, self.config.algorithm_name, servers, workers, left)
         if "loops" in left:
             self.data.save(entry, self.last.held if self.last else self._held, final=self.last is not None)
             self._passed.count_all_in(checkpoint["loops"]["fit_loop"])

@@ -69,9 +69,9 @@ class Participation(Live):
         late_steps: bool,
     ) -> None:
         self._module = module
-        self._membership = membership
+        self.membership = membership
         self._run = membership if isinstance(membership, ElasticFleet) else None
-        self._config, self._units = config, units
+        self.config, self._units = config, units
         self._gain = Gain(lambda: self._peers, self._summed)
         self._meter: Meter | None = None  # None until metrics are collected
         self._period = 0  # steps between two exchanges, if it follows from the training
@@ -95,7 +95,7 @@ class Participation(Live):
     @property
     def workers(self) -> int:
         """How many take part."""
-        return self._membership.rank_and_size[1]
+        return self.membership.rank_and_size[1]
 
     def _summed(self, values: Tensor) -> Tensor:
         """The sum over the processes that have a part of the optimizers' states each."""
@@ -104,7 +104,7 @@ class Participation(Live):
     @property
     def _peers(self) -> int:
         """How many take part now."""
-        client: SessionClient | None = self._membership.client
+        client: SessionClient | None = self.membership.client
         living = () if client is None else client.heard.living
         return len(living) or self.workers
 
@@ -118,13 +118,13 @@ class Participation(Live):
 
     @property
     def _collectives(self) -> Collectives:
-        return self._membership.collectives
+        return self.membership.collectives
 
     # ------------------------------------------------------------------ set-up
 
     def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
         """Lay the module out over the servers; the first worker's weights begin at ``versions``, if these are given."""
-        module, membership, run, entry = self._module, self._membership, self._run, self._membership.entry
+        module, membership, run, entry = self._module, self.membership, self._run, self.membership.entry
         start = Start(versions, fill=True if run is not None else None, again=again)
         if entry is not None:
             start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
@@ -138,8 +138,8 @@ class Participation(Live):
 
     def _enter(self, start: Start) -> Synchronizer:
         """Lay the module out over the servers, and take their weights."""
-        about = self._membership.client, self._membership.collectives, self._module
-        return set_up(*about, self._config, self._training, start)
+        about = self.membership.client, self.membership.collectives, self._module
+        return set_up(*about, self.config, self._training, start)
 
     @staticmethod
     def _check_grown(met: JointReport) -> bool:
@@ -160,11 +160,11 @@ class Participation(Live):
         before = self.synchronizer
         if trained:
             average(self._collectives, newly_trainable(self._module, before.layout))
-        if isinstance(self._membership, ElasticFleet):
-            self._membership.refuse_another_layout()
+        if isinstance(self.membership, ElasticFleet):
+            self.membership.refuse_another_layout()
         self._collectives.barrier("new layout")
         before.close()
-        self._membership.begin_generation()
+        self.membership.begin_generation()
         self.synchronizer = self._set_up(list(before.versions), again=True)
         self.synchronizer.stats = before.stats
 
@@ -174,8 +174,8 @@ class Participation(Live):
 
     def _find_period(self, steps: float, warn: Callable[[str], None]) -> None:
         """With ``nsync="restarted"``, set the period for a training in which each worker takes ``steps``."""
-        workers = self._membership.rank_and_size[1]
-        self._period = restarted_nsync(steps, workers, self.optimizers, warn) if self._config.restarted else 0
+        workers = self.membership.rank_and_size[1]
+        self._period = restarted_nsync(steps, workers, self.optimizers, warn) if self.config.restarted else 0
 
     @property
     def _exchanged(self) -> set[str]:
@@ -203,7 +203,7 @@ class Participation(Live):
         if not collectives.reduced("all_reduce", "weights that were set", bool(names), "any").value:
             return
         self._warn_of_ranks(collectives.gather("all_gather", "which weights were set", names))
-        weights, connection, again = synchronizer.weights(), self._membership.client.connection, True
+        weights, connection, again = synchronizer.weights(), self.membership.client.connection, True
         while again:  # a server that was lost meanwhile was restored with the weights of before
             restored = list(connection.restored)
             synchronizer.replace(weights, sends=collectives.rank == collectives.chief)
@@ -226,7 +226,7 @@ class Participation(Live):
 
     def _warn_of_mixed_weights(self) -> None:
         """Warn once where weights were set at a sync point, and will be mixed with others."""
-        if self._warned_of_mixing or self._membership.alone:
+        if self._warned_of_mixing or self.membership.alone:
             return
         if names := self._set_by_program():
             self._warned_of_mixing = True
@@ -236,7 +236,7 @@ class Participation(Live):
                 "point of all workers, which an elastic run does not have: in on_train_start, on_train_epoch_start, "
                 "on_train_epoch_end or on_validation_end of a Trainer, or before batches() or sync() of a plain loop.",
                 names[0],
-                self._membership.rank,
+                self.membership.rank,
             )
 
     # ------------------------------------------------------------------ what happens to a worker's steps
@@ -251,7 +251,7 @@ class Participation(Live):
 
     def _rejoin(self) -> None:
         """Rejoin: this worker missed its heartbeats and was excluded."""
-        rank = self._membership.rank
+        rank = self.membership.rank
         log.warning("Worker %d missed its heartbeats and was excluded; it rejoins with the servers' weights.", rank)
         run(self.synchronizer.come_back())
 
@@ -265,7 +265,7 @@ class Participation(Live):
         log.warning(
             "[worker %d step %d] The servers rejected an update with NaN or infinity (%d so far); training continues "
             "from the servers' weights. Lower the learning rate or clip gradients if this repeats.",
-            self._membership.rank,
+            self.membership.rank,
             self.synchronizer.stats.steps,
             self.synchronizer.stats.refused,
         )
@@ -276,7 +276,7 @@ class Participation(Live):
 
     def _share_last(self) -> None:
         """Give all workers the chief's module at the end, with what a program has changed since the last sync point."""
-        self._membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
+        self.membership.share_untrained(self._untrained, self.synchronizer.stats.steps)
         make_identical(self._collectives, self._module, trainable_parameters(self._module))
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Participation(Live):
 
     def _meet(self, name: str, mine: SyncReport, *, all_have_pushed: bool) -> JointReport:
         """Wait for all living workers, and give all the same bits of the weights. Returns what the reports come to."""
-        membership = self._membership
+        membership = self.membership
         self.tables.forget()
         return synchronize(
             membership.client,
@@ -296,19 +296,19 @@ class Participation(Live):
             name,
             mine,
             all_have_pushed=all_have_pushed,
-            always=self._config.algorithm.waits or membership.comes_and_goes,
+            always=self.config.algorithm.waits or membership.comes_and_goes,
         )
 
     def _note_losses(self) -> None:
         """Note which workers and servers were lost during the training."""
-        stats, membership = self.synchronizer.stats, self._membership
+        stats, membership = self.synchronizer.stats, self.membership
         stats.servers_replaced = sum(membership.client.connection.restored)
         if isinstance(membership, FixedFleet) and membership.is_chief:
             stats.lost_workers = membership.lost_workers()
 
     def _collect_samples(self) -> None:
         """Fetch the samples that the servers have kept. No worker pushes any more."""
-        algorithm = self._config.algorithm
+        algorithm = self.config.algorithm
         if not algorithm.keep_at_most:
             return
         self.samples = self.synchronizer.samples()
@@ -325,10 +325,10 @@ class Participation(Live):
     def _share_posterior(self) -> None:
         """Give samplers this worker's random stream, and the number of chains, which follows that of the workers."""
         # The stream is the worker's number, also of all processes of an island: in elastic runs the chief's rank is 0.
-        membership = self._membership
+        membership = self.membership
         client: SessionClient | None = membership.client
         stream = membership.rank if client is None else client.connection.worker
-        share_posterior(self.optimizers, stream, self._config.algorithm.chains(membership.rank_and_size[1]))
+        share_posterior(self.optimizers, stream, self.config.algorithm.chains(membership.rank_and_size[1]))
 
     def _by_key(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of the module, given by its parameters' and buffers' names, by the keys of its ``state_dict()``."""
@@ -372,7 +372,7 @@ class Participation(Live):
         """Post this worker's metrics to the board, if it is measured: the next heartbeat sends them."""
         if self._meter is not None:
             self.synchronizer.stats.gain = self._gain.latest
-            self._membership.board.post(self._collectives.rank, self._meter.read())
+            self.membership.board.post(self._collectives.rank, self._meter.read())
 
     def _waited(self) -> Waited:
         stats = self.synchronizer.stats

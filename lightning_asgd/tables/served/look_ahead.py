@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.worker.feature import Fit, WorkerFeature
+from lightning_asgd.tables.served.clients import served
 
 
-class LookAhead:
+class LookAhead(WorkerFeature):
     """Shows a module's ``prefetch_rows(batch)`` every batch one step before it is trained, if the module has it."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._show: Callable[[Any], Any] | None = getattr(trainer.lightning_module, "prefetch_rows", None)
+    @classmethod
+    def wanted(cls, fit: Fit) -> bool:
+        """See :class:`WorkerFeature`."""
+        module = fit.trainer.lightning_module
+        return bool(served(module)) and hasattr(module, "prefetch_rows")
 
-    def look(self) -> None:
+    def before_batch(self) -> None:
         """A batch is about to be trained: load the next one."""
-        if self._show is None:
-            return
-        fetcher = private_names.fetcher(self._trainer)
+        fetcher = private_names.fetcher(self._fit.trainer)
         if not isinstance(fetcher.iterator, _Held):
             fetcher.iterator = _Held(fetcher.iterator)
         ahead = fetcher.iterator.load()
         if ahead is not None:
-            self._show(ahead[0])
+            self._fit.trainer.lightning_module.prefetch_rows(ahead[0])
 
 
 class _Held(Iterator[Any]):
