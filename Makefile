@@ -13,17 +13,20 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 NEW_PIP := 'pip>=25.1'
 # Hundreds of processes import torch, and without its byte code each of them compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
-# Groups of tests run side by side, since many tests wait for processes: all that is in no group prints as it runs, beside
-# SLOTS other groups, the longest first. Their output follows, and after it what failed in any group. More groups at a
-# time end no sooner on two cores, but time out there.
+# Groups of tests run side by side, since many tests wait for processes: all that is in no group prints as it runs, and
+# LAST follows it, beside SLOTS other groups, the longest first. Their output follows, and after it what failed in any
+# group. More groups at a time end no sooner on two cores, but time out there.
 SLOTS := 3
-GROUPS := 'tests/component' 'tests/lightning/test_[p-z]*.py' 'tests/lightning/test_[a-l]*.py tests/transport' \
-	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/conformance tests/ray'
+GROUPS := 'tests/component' 'tests/lightning/test_[p-r]*.py' 'tests/lightning/test_[s-z]*.py' \
+	'tests/lightning/test_[m-o]*.py tests/examples' 'tests/lightning/test_[a-h]*.py' 'tests/lightning/test_[ij]*.py' \
+	'tests/lightning/test_[kl]*.py'
+LAST := tests/conformance tests/ray tests/transport
 OTHERS := $(foreach folder,component conformance examples lightning ray transport,--ignore=tests/$(folder))
 define run-tests
 @rm -f $(VENV)/tests*.log; printf '%s\0' $(GROUPS) \
 | xargs -0 -P $(SLOTS) -I{} sh -c '$(RUN) -m pytest {} $(1) > $(VENV)/tests-$$$$.log 2>&1' & groups=$$!; \
 { $(RUN) -m pytest tests $(OTHERS) $(1); echo $$? > $(VENV)/tests-code; } | tee $(VENV)/tests.log; \
+$(RUN) -m pytest $(LAST) $(1) > $(VENV)/tests-last.log 2>&1 || echo $$? > $(VENV)/tests-code; \
 code=$$(cat $(VENV)/tests-code); wait $$groups || code=$$?; \
 cat $(VENV)/tests-*.log; grep -hE '^(FAILED|ERROR|E  ) ' $(VENV)/tests*.log | tail -n 40; exit $$code
 endef
