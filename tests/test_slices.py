@@ -18,12 +18,12 @@ from tests.test_architecture import FILES, TREES, imported_modules
 DEBTS = Path(__file__).parent / "data" / "debts.txt"
 # What is above its goal today. The goals are in tests/house.py.
 FIGURES: dict[str, int] = {
-    "imports of features by the core": 79,
-    "code lines of the core": 14110,
+    "imports of features by the core": 78,
+    "code lines of the core": 14105,
     "code lines of the largest feature": 2008,
-    "code lines of the library": 35231,
-    "files of the library": 348,
-    "modules that ASGDStrategy loads": 241,
+    "code lines of the library": 35226,
+    "files of the library": 347,
+    "modules that ASGDStrategy loads": 240,
     "modules that a server loads": 83,
     "branches of 6 central files": 315,
     "lines of a class": 411,

@@ -21,7 +21,7 @@ from lightning_asgd.core.lightning.private_names import (
     loaders,
     opened_loaders,
 )
-from lightning_asgd.core.lightning.shared_order import Drawn, SharedOrder
+from lightning_asgd.core.lightning.sampled_data import Drawn, SharedOrder
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.streams.loader_processes import InitCalls, same
