@@ -87,7 +87,7 @@ def servers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children():
         with contextlib.suppress(psutil.Error):
-            if any(word.startswith("lightning_asgd.core.server") for word in child.cmdline()):
+            if any(".server." in word for word in child.cmdline() if word.startswith("lightning_asgd.")):
                 found.append(child)
     return sorted(found, key=lambda server: (server.create_time(), server.pid))
 
