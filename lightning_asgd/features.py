@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["FIT", "MESSAGES", "SERVER", "STORES", "SYNCHRONIZERS", "TRANSPORTS", "load", "sendable"]
+__all__ = ["FINDERS", "FIT", "MESSAGES", "SERVER", "STORES", "SYNCHRONIZERS", "TRANSPORTS", "load", "sendable"]
 
 MESSAGES = {
     "compression": ("LinkProbe", "LinkProbed"),
@@ -51,6 +51,13 @@ SYNCHRONIZERS = {
     "none": "hogwild.shared_weights:connect",
 }
 """How workers share weights, by what their algorithm pushes, if not by exchanges."""
+
+FINDERS = {
+    "algorithm": "algorithms:find",
+    "compression": "compression:find_compression",
+    "measured code": "compression.link_probe:measured_code",
+}
+"""What a user's setting means."""
 
 STORES = {"zmq": "transports.zmq.store:reach"}
 """How to reach a rendezvous that is not torch's."""

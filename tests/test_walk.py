@@ -2,8 +2,8 @@
 
 A *room* is a file of the package, a *frame* a distinct function in it; lambdas and comprehensions are part of the
 function that they stand in. A real Trainer of ``pytorch_lightning`` trains leased data as worker 0 of two. Its server
-is a ``Service`` in this process, behind a link that numbers calls and answers them once (``transport/once``) as both
-transports do. Worker 1 is an echo: it says in every collective what worker 0 says, and trains nothing.
+is a ``Service`` in this process, behind a link that numbers calls and answers them once, as both transports do (see
+``reliable_calls``). Worker 1 is an echo: it says in every collective what worker 0 says, and trains nothing.
 ``sys.setprofile`` watches the strategy's hooks, and what its callback calls when a batch ends, in the training thread,
 without what Lightning calls back within them, such as the closure of a step.
 
@@ -18,7 +18,7 @@ A *step* is a whole batch in which no exchange begins or ends, with the hooks ``
 the stack.
 
 The first count, by reading, found 13 rooms and 48 frames that carry, of them one room and five frames in
-``transport/rpc``, which is not walked through here. The definition above leaves out frames that neither take nor give
+``transports/rpc``, which is not walked through here. The definition above leaves out frames that neither take nor give
 tensors, such as ``Replica.updates`` where memory is shared, and of a step ``accrue``, which does something else than
 count ``stats.steps``.
 """
@@ -60,10 +60,10 @@ NSYNC = 4
 HOOKS = ("on_train_batch_start", "optimizer_step")
 
 RECORDED = {
-    "exchange: rooms that carry": 13,  # server/group_rules is one: what rules keep, by tensor or vector
+    "exchange: rooms that carry": 13,  # core/server/group_rules is one: what rules keep, by tensor or vector
     "exchange: frames that carry": 29,
-    # adapter/private_names, loop/participation and loop/weight_changes, which other loops share, are three. The last
-    # one looks before each batch whether a program has set weights.
+    # core/lightning/private_names, core/worker/participation and programs/weight_changes are three. The last one looks
+    # before each batch whether a program has set weights.
     "exchange: rooms entered": 27,
     "step: rooms that carry": 3,
     "step: frames that carry": 3,

@@ -41,7 +41,7 @@ class PartitionedCaches(WorkerFeature):
             server.close()
         self._servers = []
 
-    def take_data(self) -> None:
+    def data_ready(self) -> None:
         """New training data were set up: connect their caches, together with all other workers."""
         self.close()
         membership = self._fit.membership

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_asgd.core.algorithms.compression import Compression
 from lightning_asgd.core.foundation.layout import Layout
-from lightning_asgd.features import load
+from lightning_asgd.features import FINDERS, load
 
 _MOST = 0.9  # a lossier codec is chosen only if it takes at most this share of the time of the one before
 
@@ -22,7 +22,7 @@ class Auto(Compression):
 
     def chosen(self, connection: Any, layout: Layout) -> Compression | None:
         """See :class:`Compression`: what link and codecs take is measured."""
-        chosen: Compression | None = load("compression.link_probe:measured_code")(connection, layout)
+        chosen: Compression | None = load(FINDERS["measured code"])(connection, layout)
         return chosen
 
 

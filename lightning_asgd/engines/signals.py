@@ -52,7 +52,7 @@ class HeedsInValidation:
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Write a checkpoint first if asked to: Lightning can resume a validation here. Then call the module's."""
         if self.fit_session is not None and not self.fit_session.in_search:
-            self.fit_session.at("pause")
+            self.fit_session.call_features("pause")
         return super().validation_step(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -121,7 +121,7 @@ class Islands(ServerFeature):
         if isinstance(message, StateReport):
             collecting = server.state.recovery.phase is RecoveryPhase.COLLECTING
             return server.handlers[StateReport](self._filled(message) if collecting else message)
-        session = server.heard(message)
+        session = server.heard(message.session, message.worker)
         if isinstance(message, InitPart):
             return self._open(message)
         if server.state.recovery.phase.lost:

@@ -16,7 +16,7 @@ class CallbackModules(WorkerFeature):
     Only of those that all workers have: a network that makes pictures may be on one alone.
     """
 
-    def share(self) -> None:
+    def at_sync_point(self) -> None:
         """See :class:`WorkerFeature`."""
         collectives = self._fit.membership.collectives
         if not collectives.real:

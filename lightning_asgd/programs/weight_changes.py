@@ -53,7 +53,7 @@ class ChangesBetweenBatches(WorkerFeature):
         self._steps = -1
         self._watches = not fit.membership.alone and fit.config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
 
-    def after_all(self) -> None:
+    def batch_done(self) -> None:
         """A batch has ended."""
         if not self._watches:
             return

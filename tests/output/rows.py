@@ -73,7 +73,7 @@ WHEN: dict[str, dict[str, str]] = {
     "The worker concerned": {
         "islands.strategy.IslandStrategy.save_checkpoint": "a process of an island fails alone",
         "replacement.last_checkpoint.write_last_checkpoint": "all servers are lost",
-        "caches.partitioned_caches.PartitionedCaches.take_data": "joining a run with a partitioned cache",
+        "caches.partitioned_caches.PartitionedCaches.data_ready": "joining a run with a partitioned cache",
         "world.process_group.GuardedStore._open": "`torch.distributed.new_group`",
         "launchers.process_launcher.MultiProcessLauncher._save": "an exception, and then another one",
         "launchers.process_launcher.MultiProcessLauncher.run_worker": "an exception",

@@ -12,7 +12,7 @@ from lightning_asgd.core.foundation.environment import SECRET_ENV
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.settings import Advanced, Timeouts
 from lightning_asgd.core.foundation.validation import whole
-from lightning_asgd.features import load
+from lightning_asgd.features import FINDERS, load
 
 __all__ = ["SECRET_ENV", "Advanced", "ExchangeConfig", "Timeouts"]
 
@@ -75,7 +75,7 @@ class ExchangeConfig(Advanced):
         for name, value, kind in (("timeouts", timeouts, Timeouts), ("advanced", advanced, Advanced)):
             if value is not None and not isinstance(value, kind):
                 raise ConfigurationError(f"{name}={value!r}. Expected a lightning_asgd.{kind.__name__}(...).")
-        rule: Algorithm = ASGD() if algorithm is None else load("algorithms:find")(algorithm)
+        rule: Algorithm = ASGD() if algorithm is None else load(FINDERS["algorithm"])(algorithm)
         advanced = advanced or Advanced()
         if nsync is None:
             plain = type(rule) is ASGD and not rule.transforms
@@ -101,7 +101,7 @@ class ExchangeConfig(Advanced):
 
 def _code(compression: Any, rule: Algorithm) -> Compression | None:
     """Find the codec that compresses pushes. An algorithm may have its own; otherwise the user chooses one."""
-    code: Compression | None = None if compression is None else load("compression:find_compression")(compression)
+    code: Compression | None = None if compression is None else load(FINDERS["compression"])(compression)
     if code is not None and rule.code is not None:
         raise ConfigurationError(
             f"compression={compression!r} was given with {type(rule).__name__}, which compresses pushes with its own "

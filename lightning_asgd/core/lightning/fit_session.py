@@ -35,7 +35,7 @@ from lightning_asgd.core.lightning.private_names import loaded_checkpoint
 from lightning_asgd.core.lightning.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.core.protocol import JointReport, Place, SyncReport
 from lightning_asgd.core.worker.collectives import Phase
-from lightning_asgd.core.worker.feature import Moments, moments_of
+from lightning_asgd.core.worker.feature import moments_of
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.participation import Participation
 from lightning_asgd.core.worker.session_client import pickled, unpickled
@@ -66,12 +66,12 @@ class FitSession(Participation):
     ) -> None:
         self._fetched, self._in_step = math.inf, False
         self._watched: list[Any] = []  # optimizers
-        self._moments: Moments = {"rejoin": ()}  # until the features are made
         self.due: list[Callable[[], None]] = []
         late = not looks_at_gradients(trainer.lightning_module)
         about = trainer.lightning_module, membership, config, units
         super().__init__(*about, measure=is_monitored(trainer), late_steps=late)
         self.trainer, self._resume = trainer, resume
+        self._moments = moments_of(self)
         self.last: LastState | None = None  # set when the main process is gone
         self.whole: dict[str, Any] | None = None  # a checkpoint with optimizer states that Lightning makes
         waits = config.algorithm.lockstep and not membership.comes_and_goes
@@ -85,11 +85,10 @@ class FitSession(Participation):
         self._passed = PassedSteps(trainer, lambda: self._writes_files)
         self.synchronizer = self._set_up(resume.take("versions"))
         self._restore_servers()
-        self._moments = moments_of(self)
         self._undo = [
             JointDecisions(trainer, self).close,
             when_epochs_end(trainer, self._agree_to_stop),
-            when_data_are_set_up(trainer, self._choice.on_data, *self._moments["take_data"]),
+            when_data_are_set_up(trainer, self._choice.on_data, *self._moments["data_ready"]),
             *self._moments["close"],
         ]
 
@@ -124,7 +123,7 @@ class FitSession(Participation):
         self.config.algorithm.check(run)
         self._watch_optimizers()
         self._load_tables()
-        self.at("begin")
+        self.call_features("begin")
 
     def _watch_optimizers(self) -> None:
         """Be told of the steps of the Trainer's optimizers, also of those that a hook has put in their place."""
@@ -196,14 +195,14 @@ class FitSession(Participation):
             self.membership.begin_interval(self.synchronizer, self.data.place, self._progress)
             self._untrained.begin_interval(self.synchronizer.stats.steps)
         else:
-            self.at("between_batches")
+            self.call_features("between_batches")
         for _ in self.synchronizer.advance():
             pass  # what it yields it waits for itself
         self._leases.begin_batch(callbacks_s)
         self.data.before_batch(batch)
         if self._units.name:
             self._units.begin(batch)
-        self.at("before_batch")
+        self.call_features("before_batch")
 
     @contextlib.contextmanager
     def step_of(self, optimizer: Any) -> Iterator[None]:
@@ -229,7 +228,7 @@ class FitSession(Participation):
             self.data.after_batch(self.synchronizer, self._discard)
 
     def count_own_step(self, optimizer: object, *_: object) -> None:
-        """Count a step that the strategy does not see, unless it is part of one that it does."""
+        """Count an optimizer's step, unless the strategy counts it already."""
         if self._in_step:
             return
         if self._units.name:  # a step of optimizers(use_pl_optimizer=False), which the strategy does not see
@@ -239,22 +238,22 @@ class FitSession(Participation):
     def after_batch(self, outputs: Any, batch: Any) -> None:
         """Decide what follows a training batch."""
         self._passed.note(self.data.counts)
-        self.at("after_batch")
+        self.call_features("after_batch")
         self.data.after_batch(self.synchronizer, self._discard)
         self.data.before_next()
         self._passed.write(self.data.counts, outputs, batch)
-        self.at("after_all")
+        self.call_features("batch_done")
         while self.due:
             self.due.pop()()
 
-    def at(self, moment: str) -> None:
+    def call_features(self, moment: str) -> None:
         """Call what features do at a moment; see :class:`~lightning_asgd.core.worker.feature.WorkerFeature`."""
         for call in self._moments[moment]:
             call()
 
     def _rejoin(self) -> None:
         super()._rejoin()
-        self.at("rejoin")
+        self.call_features("rejoin")
 
     # ------------------------------------------------------------------ sync points
 
@@ -306,7 +305,7 @@ class FitSession(Participation):
         """Synchronise, unless all have done so and nothing was trained since."""
         if self._collectives.phase is not Phase.SYNC or self.membership.comes_and_goes:
             self.sync_point("epoch end")
-        self.at("pause")
+        self.call_features("pause")
 
     def sync_at_train_end(self) -> None:
         """Synchronise, and take what hooks have set since a sync point at which training ended."""
@@ -345,7 +344,7 @@ class FitSession(Participation):
         if self._check_grown(met):
             self.set_up_again(trained=True)
         membership.share_untrained(self._untrained, synchronizer.stats.steps)
-        self.at("share")
+        self.call_features("at_sync_point")
         return met
 
     def _agree_to_stop(self) -> None:
@@ -373,7 +372,7 @@ class FitSession(Participation):
         self._note_losses()
         if not self.in_search:
             self._messages.end(self.synchronizer.stats)
-            self.at("end")
+            self.call_features("end")
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -26,8 +26,8 @@ class Server(Protocol):
     def current(self, name: str) -> SessionState:
         """The session of that name. Raises a ``ProtocolError`` if it is not the present one."""
 
-    def heard(self, message: Request) -> SessionState:
-        """The session of a message, which counts as its worker's heartbeat."""
+    def heard(self, name: str, worker: int) -> SessionState:
+        """The session of that name, in which a message counts as its worker's heartbeat."""
 
     def member(self, message: Request) -> SessionState:
         """The session of a message that only a worker that may train can send."""

@@ -71,7 +71,7 @@ class Service:
         self.snapshot_report: Callable[[], str] = lambda: ""  # what `lightning-asgd status` shows of the latest one
         self._lock = threading.RLock()
         self._pending = PendingReplies()
-        self._deferred: list[Request] = []  # that are handled once the state is restored
+        self._deferred: set[type] = set()  # kinds of messages that wait for a lost state to be restored
         self._features = SessionFeatures(self)
         self.handlers: dict[type, Callable[[Any], Any]] = {
             Attach: self._attach,
@@ -196,7 +196,7 @@ class Service:
         return future.value() if future.done() else future
 
     def _note(self, message: RunMetadata) -> Any:
-        members = self.heard(message).members
+        members = self.heard(message.session, message.worker).members
         if self.state.registry.note(message, trusted=message.worker in members.trusted):
             self._admit_waiting()
         return self.state.registry.metadata.get(message.name)
@@ -221,7 +221,7 @@ class Service:
 
     def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self.clock())
-        return self.heard(message).heartbeat(message)
+        return self.heard(message.session, message.worker).heartbeat(message)
 
     def _initialise(self, message: InitShard) -> bool:
         shared = self.state.initialise(self.current(message.session), message)
@@ -230,8 +230,7 @@ class Service:
 
     def exchange(self, message: Exchange, update: tuple[Tensor, ...] | None = None) -> Any:
         """See :class:`~lightning_asgd.core.server.feature.Server`."""
-        session = self.current(message.session)
-        session.members.note_heartbeat(message.worker, self.clock())
+        session = self.heard(message.session, message.worker)
         if message.push:
             session.members.check(message.worker)
         session.have_weights.add(message.worker)
@@ -249,11 +248,11 @@ class Service:
 
     def defer(self, message: Request) -> Future[Any]:
         """See :class:`~lightning_asgd.core.server.feature.Server`."""
-        self._deferred.append(message)
+        self._deferred.add(type(message))
         return self._pending.add(message)
 
     def _contribute(self, message: Contribution) -> Future[Any]:
-        session = self.heard(message)
+        session = self.heard(message.session, message.worker)
         earlier = session.collectives.called(message.worker, message.seq)
         if earlier is not None and earlier in self._pending:
             self._pending.take(earlier)  # its worker makes the call again, and waits for this one
@@ -295,7 +294,7 @@ class Service:
         return future.value() if future.done() else future
 
     def _replay_done(self, message: ReplayDone) -> Any:
-        session, future = self.heard(message), self._pending.add(message)
+        session, future = self.heard(message.session, message.worker), self._pending.add(message)
         self.state.recovery.settled.add(message.worker)
         self._recover(session)
         return future.value() if future.done() else future
@@ -322,15 +321,15 @@ class Service:
             raise ProtocolError(f"Session {name!r} is not the current one ({current!r}). Expected a join first.")
         return session
 
-    def heard(self, message: Request) -> SessionState:
+    def heard(self, name: str, worker: int) -> SessionState:
         """See :class:`~lightning_asgd.core.server.feature.Server`."""
-        session = self.current(message.session)
-        session.members.note_heartbeat(message.worker, self.clock())
+        session = self.current(name)
+        session.members.note_heartbeat(worker, self.clock())
         return session
 
     def member(self, message: Request) -> SessionState:
         """See :class:`~lightning_asgd.core.server.feature.Server`."""
-        session = self.heard(message)
+        session = self.heard(message.session, message.worker)
         session.members.check(message.worker)
         return session
 
@@ -349,7 +348,7 @@ class Service:
 
     def _reject_waiting(self) -> None:
         """No worker can report what the lost server knew: continue from a snapshot, or reject joining workers."""
-        waiting = [*self._pending.of(Attach), *(each for each in self._deferred if each in self._pending)]
+        waiting = self._pending.of(Attach, *self._deferred)
         try:
             if not self.state.nobody_reports(waiting, self.clock()) or self.restore_from_snapshot(self.state.index):
                 return
@@ -387,8 +386,7 @@ class Service:
 
     def _handle_deferred(self) -> None:
         """Take the pushes that arrived before the state was restored."""
-        deferred, self._deferred = self._deferred, []
-        for message in deferred:
+        for message in self._pending.of(*self._deferred):
             if message not in self._pending:
                 continue  # one before it ended the session
             complete_with(self._pending.take(message), self.handle(message))  # which may add it again
@@ -435,7 +433,6 @@ class Service:
         for request in self._pending.but(Attach):
             self._pending.complete(request, ProtocolError(f"Worker {request.worker}'s session ended: {why}."))
         self._features.close()
-        self._deferred.clear()
         if self.session is not None:
             self.session.close()
         self.state.session = None

@@ -30,7 +30,7 @@ class Fit(Protocol):
         """Whether a callback searches a learning rate or batch size, which every worker does for itself."""
 
     def count_own_step(self, optimizer: object) -> None:
-        """Count a step that the strategy does not see."""
+        """Count an optimizer's step that the strategy has not counted."""
 
 
 class WorkerFeature:
@@ -47,7 +47,7 @@ class WorkerFeature:
     def begin(self) -> None:
         """Training begins: the optimizers exist."""
 
-    def take_data(self) -> None:
+    def data_ready(self) -> None:
         """Training data were set up. All workers call it together."""
 
     def between_batches(self) -> None:
@@ -59,14 +59,14 @@ class WorkerFeature:
     def after_batch(self) -> None:
         """A batch was trained; before its steps are counted."""
 
-    def after_all(self) -> None:
+    def batch_done(self) -> None:
         """A batch was trained, and everything that follows from it is done."""
 
     def rejoin(self) -> None:
         """This worker was excluded, and takes the servers' weights."""
 
-    def share(self) -> None:
-        """At a sync point, once all workers have the same weights. All call it together."""
+    def at_sync_point(self) -> None:
+        """All workers have the same weights. All call it together."""
 
     def pause(self) -> None:
         """No exchange is half done, so that a checkpoint is whole."""
@@ -78,12 +78,11 @@ class WorkerFeature:
         """Undo what was done to the Trainer and its data."""
 
 
-Moments = Mapping[str, tuple[Callable[[], None], ...]]
-"""By the name of a moment, the methods to call."""
+def moments_of(fit: Fit) -> Mapping[str, tuple[Callable[[], None], ...]]:
+    """Make the features of a fit. Returns the methods to call, by the name of the moment.
 
-
-def moments_of(fit: Fit) -> Moments:
-    """Make the features of a fit: those that every fit has, and those whose module the program has loaded."""
+    A feature whose module the program has not loaded is left out.
+    """
     needed = [path for path, module in FIT.items() if not module or f"lightning_asgd.{module}" in sys.modules]
     made: list[WorkerFeature] = [kind(fit) for kind in map(load, needed) if kind.wanted(fit)]
     return {

@@ -38,7 +38,7 @@ class ServedTables(ServerFeature):
         if isinstance(message, PushRows):
             self._server.member(message)
         else:
-            self._server.heard(message)
+            self._server.heard(message.session, message.worker)
         table = message.table
         folder = self._folders.setdefault(table.name, table.folder)
         part = self._parts.get(table.folder)
