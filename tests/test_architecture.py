@@ -124,6 +124,14 @@ def test_the_command_line_loads_torch_only_where_it_is_needed() -> None:
     assert not loaded_after("import lightning_asgd.cli.command_line, lightning_asgd.sizing") & {"torch", *LIGHTNING}
 
 
+def test_public_names_need_no_extra() -> None:
+    extras = "cloudpickle", "jsonargparse", "matplotlib", "pandas", "pyarrow", "ray", "torchvision", "wandb", "zmq"
+    loaded_after(
+        f"import sys\nsys.modules.update(dict.fromkeys({extras}))\n"  # importing one fails
+        f"import lightning_asgd\nfor name in lightning_asgd.__all__: getattr(lightning_asgd, name)"
+    )
+
+
 def test_the_reaper_never_loads_torch() -> None:
     loaded = loaded_after("import lightning_asgd.core.job.reaper")
     assert "psutil" in loaded

@@ -23,7 +23,7 @@ FIGURES: dict[str, int] = {
     "code lines of the largest feature": 2008,
     "code lines of the library": 35226,
     "files of the library": 347,
-    "modules that ASGDStrategy loads": 240,
+    "modules that ASGDStrategy loads": 234,
     "modules that a server loads": 83,
     "branches of 6 central files": 314,
     "lines of a class": 411,
@@ -35,7 +35,7 @@ FIGURES: dict[str, int] = {
     "fields of LeaseRequest": 17,
     "Any in signatures of the core": 604,
     "type: ignore": 79,
-    "lines of the tests": 55788,
+    "lines of the tests": 55796,
     "files of the benchmarks": 120,
     "lines of the benchmarks": 23997,
 }

@@ -1,1 +1,1 @@
-"""What starts, restarts and places workers for us: torchrun, SLURM."""
+"""What starts, restarts and places workers for us: torchrun, SLURM, tasks of Ray."""

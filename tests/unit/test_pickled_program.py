@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_asgd.ray.pickled_program import _process_state
+from lightning_asgd.engines.pickled_program import _process_state
 
 MATMUL = torch.backends.cuda.matmul
 

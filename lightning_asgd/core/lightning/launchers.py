@@ -24,7 +24,7 @@ from lightning_asgd.core.job.address import Surroundings
 from lightning_asgd.core.job.training_job import TrainingJob
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import Extension, is_foreign
-from lightning_asgd.ray import pickled_program
+from lightning_asgd.engines import pickled_program
 
 
 def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:

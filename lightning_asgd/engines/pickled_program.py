@@ -1,7 +1,7 @@
 """Workers of a program that cannot be started once more, such as a trial of Ray Tune: they get a pickled copy of it.
 
 Lightning's launcher runs ``sys.argv`` again for every further worker. In a process of Ray's that is Ray's own program.
-Here it is :mod:`lightning_asgd.ray.pickled_worker`, with the name of a file that holds the Trainer, its method and
+Here it is :mod:`lightning_asgd.engines.pickled_worker`, with the name of a file that holds the Trainer, its method and
 the method's arguments.
 """
 
