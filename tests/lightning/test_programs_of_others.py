@@ -54,9 +54,9 @@ def test_steps_of_raw_optimizers_count_and_each_worker_knows_its_last_batch(work
     assert len(found) == workers
     assert len({each["digest"] for each in found}) == 1
     assert sum(each["steps"] for each in found) == sum(len(each["last"]) for each in found) == 3 * 16
-    for each in found:
-        assert sum(each["last"]) == 3  # once per epoch
-        assert each["pushes"] > 2 * 3  # not only at the end of an epoch
+    assert all(sum(each["last"]) == 3 for each in found)  # once per epoch
+    # Not only at the end of an epoch. How many steps each worker takes depends on how fast it is.
+    assert sum(each["pushes"] for each in found) > 2 * 3 * workers
 
 
 def test_gradients_that_a_module_has_added_up_are_used_with_the_last_batch(tmp_path: Path) -> None:
