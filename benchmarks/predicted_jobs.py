@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_asgd import AsyncSGD
 from lightning_asgd.plan import sizing
-from lightning_asgd.plan.server_costs import Calibration, ServerCosts
+from lightning_asgd.plan.sizing import Calibration, ServerCosts
 from lightning_asgd.simulation import LeasedData, Network, Quadratic, Simulation, Trace
 from lightning_asgd.simulation.measured_costs import measure, server_process
 

@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     # Classes that the reference does not list, and what napoleon makes of the types of attributes.
     (
         "py:class",
-        r"lightning_asgd\.(plan\.timing|ray\.run_plan|caches\.peer_caches|core\.\w+\.layout)\..*|Mapping\[str|dict\[int",
+        r"lightning_asgd\.(plan\.timing|ray\.run_members|caches\.peer_caches|core\.\w+\.layout)\..*|Mapping\[str|dict\[int",
     ),
 ]
 

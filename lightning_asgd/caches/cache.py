@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
 from lightning_asgd.caches.named_memory import name_of
-from lightning_asgd.caches.peer_caches import PeerCaches
-from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.caches.peer_caches import PeerCaches, SampleCache
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_asgd.caches.batch_board import NUMBERS, BatchBoard, Program
-from lightning_asgd.caches.batch_file import read_batch, write_batch
+from lightning_asgd.caches.batch_board import NUMBERS, BatchBoard, Program, read_batch, write_batch
 from lightning_asgd.caches.named_memory import name_of, named_memory
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
 from lightning_asgd.core.foundation.process_name import living_stat

@@ -19,7 +19,7 @@ import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_asgd.caches.cache import CachedDataset, cached_dataset
-from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.caches.peer_caches import SampleCache
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.foundation.validation import whole

@@ -13,8 +13,7 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least, whole
 from lightning_asgd.plan import sizing
 from lightning_asgd.plan.measured_module import MeasuredModule, batch_table, measure_module, print_choice
-from lightning_asgd.plan.server_costs import RECORDED, Calibration
-from lightning_asgd.plan.sizing import Job
+from lightning_asgd.plan.sizing import RECORDED, Calibration, Job
 from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, logarithmic, pyplot
 
 if TYPE_CHECKING:

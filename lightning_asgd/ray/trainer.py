@@ -31,8 +31,7 @@ from lightning_asgd.core.job.interruptions import Interruptions
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.ray.actors import FINISHED, RunAddress, ServerActor, WorkerActor, end_process, first_key
 from lightning_asgd.ray.reports import Storage
-from lightning_asgd.ray.run_members import RunBoard, RunServer, RunWorker
-from lightning_asgd.ray.run_plan import RunPlan, actor_options
+from lightning_asgd.ray.run_members import RunBoard, RunPlan, RunServer, RunWorker, actor_options
 
 log = logging.getLogger(__name__)
 

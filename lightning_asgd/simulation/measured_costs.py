@@ -29,7 +29,7 @@ from lightning_asgd.core.protocol import Contribution, Exchange, Heartbeat, Init
 from lightning_asgd.core.server.process import ServerSettings
 from lightning_asgd.core.worker.connection import COORDINATOR, Connection
 from lightning_asgd.core.worker.session_client import SessionClient
-from lightning_asgd.plan.server_costs import Calibration, ServerCosts
+from lightning_asgd.plan.sizing import Calibration, ServerCosts
 from lightning_asgd.simulation.leased_worker import LeasedData
 from lightning_asgd.simulation.problems import Quadratic
 from lightning_asgd.simulation.run import Running, Simulation

@@ -34,7 +34,7 @@ from lightning_asgd.core.protocol import (
     Reply,
 )
 from lightning_asgd.core.protocol import nbytes as nbytes_of
-from lightning_asgd.plan.server_costs import ServerCosts
+from lightning_asgd.plan.sizing import ServerCosts
 
 
 class VirtualClock:

@@ -25,12 +25,11 @@ from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.gain import Gain
 from lightning_asgd.sampling.optim import share_posterior
-from lightning_asgd.simulation.faults import Crash, LateWorker
 from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, VirtualClock, Wires
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.report import Point, Report, WorkerReport
-from lightning_asgd.simulation.speeds import Constant, Speed
+from lightning_asgd.simulation.speeds import Constant, Crash, LateWorker, Speed
 from lightning_asgd.simulation.worker import Life, NamedWeights, SimulatedWorker, Work
 
 _SESSION = "simulation"

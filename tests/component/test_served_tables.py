@@ -23,11 +23,10 @@ from lightning_asgd.core.protocol import Join, Leave
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.tables.served import row_files
-from lightning_asgd.tables.served.client import TableClient
+from lightning_asgd.tables.served.client import RowCache, TableClient
 from lightning_asgd.tables.served.clients import TableClients
 from lightning_asgd.tables.served.embedding import ServedEmbedding
 from lightning_asgd.tables.served.messages import FetchRows, PushRows, TableSpec
-from lightning_asgd.tables.served.row_cache import RowCache
 from lightning_asgd.tables.served.row_store import RowStore, first_values, read_rows
 
 ROWS, WIDTH = 30, 4

@@ -12,8 +12,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_asgd.caches.cache import CachedDataset
-from lightning_asgd.caches.peer_caches import TRANSPORT, CacheServer, PeerCaches
-from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.caches.peer_caches import TRANSPORT, CacheServer, PeerCaches, SampleCache
 from lightning_asgd.core.algorithms.config import SECRET_ENV
 from lightning_asgd.core.calls.transport import answer_within
 from lightning_asgd.core.job.registry import kind_of

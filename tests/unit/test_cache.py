@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_asgd.caches import cache
 from lightning_asgd.caches.cache import CachedDataset
 from lightning_asgd.caches.named_memory import name_of
-from lightning_asgd.caches.sample_cache import SampleCache
+from lightning_asgd.caches.peer_caches import SampleCache
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
 

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from lightning_asgd.caches import shared_loader
-from lightning_asgd.caches.batch_board import Program
-from lightning_asgd.caches.batch_file import read_batch, write_batch
+from lightning_asgd.caches.batch_board import Program, read_batch, write_batch
 from lightning_asgd.caches.cache import CachedDataset
 from lightning_asgd.caches.named_memory import name_of
 from lightning_asgd.caches.shared_loader import SharedLoader

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.plan import sizing
-from lightning_asgd.plan.server_costs import Calibration, ServerCosts
-from lightning_asgd.plan.sizing import Job
+from lightning_asgd.plan.sizing import Calibration, Job, ServerCosts
 from lightning_asgd.simulation.forecast import forecast, simulated_efficiency
 
 GBIT = st.floats(0.01, 100)

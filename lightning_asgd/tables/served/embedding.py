@@ -16,8 +16,7 @@ from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.validation import at_least, whole
 from lightning_asgd.tables.served.client import TableClient
 from lightning_asgd.tables.served.messages import TableSpec
-from lightning_asgd.tables.served.row_optimizers import ROW_OPTIMIZERS
-from lightning_asgd.tables.served.row_store import copy_table, first_values, read_rows
+from lightning_asgd.tables.served.row_store import ROW_OPTIMIZERS, copy_table, first_values, read_rows
 
 log = logging.getLogger(__name__)
 
