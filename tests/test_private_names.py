@@ -63,7 +63,7 @@ TORCH: dict[str, set[str]] = {
     "_reductions": {"world.metric_sync"},
     "_sync_dist": {"world.metric_sync"},
     # the end of a backward pass, as DDP and FSDP learn of it
-    "_execution_engine": {"layerwise.program_gradients"},
+    "_execution_engine": {"layerwise.worker"},
     # processes
     "_prctl_pr_set_pdeathsig": {"launchers.process_launcher"},
     # torch.distributed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_asgd.compression.code_choice import Auto
-from lightning_asgd.compression.codes import Cast, Int8, TopK
+from lightning_asgd.compression.codes import Auto, Cast, Int8, TopK
 from lightning_asgd.compression.low_bits import Float4, Int2, Sign
 from lightning_asgd.compression.tiles import TopTiles
 from lightning_asgd.core.algorithms.compression import Compression

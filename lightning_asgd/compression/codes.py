@@ -1,4 +1,4 @@
-"""Codes of 16 and 8 bits, and the largest values only.
+"""Codes of 16 and 8 bits, and the largest values only; and the choice of the code that makes exchanges the shortest.
 
 References:
     Dettmers, "8-Bit Approximations for Parallelism" (2016), for scales of blocks; Aji and Heafield, "Sparse
@@ -7,17 +7,70 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_asgd.core.algorithms.compression import Compression, check_lengths
 from lightning_asgd.core.foundation.errors import ConfigurationError, ProtocolError
+from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.foundation.numerics import largest
 from lightning_asgd.core.foundation.validation import between, whole
+from lightning_asgd.features import FINDERS, load
+
+_MOST = 0.9  # a lossier codec is chosen only if it takes at most this share of the time of the one before
+
+
+@dataclass(frozen=True, repr=False)
+class Auto(Compression):
+    """Stands for the codec that each worker chooses when it sets up."""
+
+    def __repr__(self) -> str:
+        return "auto"  # as users write it
+
+    def chosen(self, connection: Any, layout: Layout) -> Compression | None:
+        """See :class:`Compression`: what link and codecs take is measured."""
+        chosen: Compression | None = load(FINDERS["measured code"])(connection, layout)
+        return chosen
+
+
+class LinkSpeed(NamedTuple):
+    """The link between a worker and a server."""
+
+    latency_s: float  # of a small message and its answer
+    up: float  # bytes per second to the server
+    down: float  # and back
+
+
+class CodeCost(NamedTuple):
+    """What a codec costs per value that is exchanged."""
+
+    name: str  # of the codec
+    seconds: float  # of coding and decoding at both ends
+    up: float  # bytes to the server
+    down: float  # and back
+
+
+NO_CODE = CodeCost("no codec", 0.0, 4.0, 4.0)
+"""Values of 32 bits as they are."""
+
+
+def expected_s(cost: CodeCost, link: LinkSpeed, values: int) -> float:
+    """Seconds of an exchange of this number of values."""
+    return link.latency_s + values * (cost.seconds + cost.up / link.up + cost.down / link.down)
+
+
+def choose_code(costs: Sequence[CodeCost], link: LinkSpeed, values: int) -> CodeCost:
+    """Choose from ``costs``, the least lossy first. A lossier one is chosen only if it is at least 10 % faster."""
+    best = costs[0]
+    for cost in costs[1:]:
+        if expected_s(cost, link, values) < _MOST * expected_s(best, link, values):
+            best = cost
+    return best
+
 
 _CHUNK = 1 << 17  # values that are coded at a time: half a MB
 _SAMPLE = 1 << 14  # values looked at to guess which are among the largest

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_asgd.compression import Cast, Compression, Float4, Int8
-from lightning_asgd.compression.code_choice import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
+from lightning_asgd.compression.codes import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
 from lightning_asgd.compression.messages import LinkProbe, LinkProbed
 from lightning_asgd.compression.streams import CodecState
 from lightning_asgd.core.algorithms.compression import is_coded

@@ -18,8 +18,7 @@ from lightning_asgd.core.worker.setup import Start
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 from lightning_asgd.islands.fleet import IslandFleet
 from lightning_asgd.islands.group import IslandGroup
-from lightning_asgd.islands.leases import IslandLeases
-from lightning_asgd.islands.shared_leases import SharedLeases
+from lightning_asgd.islands.leases import IslandLeases, SharedLeases
 from lightning_asgd.islands.synchronizer import set_up_island
 from lightning_asgd.tables.served.clients import served
 

@@ -21,7 +21,7 @@ from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.core.worker.participation import Participation
 from lightning_asgd.core.worker.synchronizer import Held, Synchronizer, Waits, run
 from lightning_asgd.elastic.elastic_run import AnyFleet
-from lightning_asgd.layerwise.program_gradients import ProgramGradients
+from lightning_asgd.layerwise.worker import ProgramGradients
 from lightning_asgd.loops.leased_pass import SharedData, Trainee
 from lightning_asgd.loops.state import LoopState
 from lightning_asgd.programs.batch_units import counter_of

@@ -10,12 +10,12 @@ Example:
 from __future__ import annotations
 
 from lightning_asgd.plan.sizing import ServerCosts
-from lightning_asgd.simulation.leased_worker import LeasedData
 from lightning_asgd.simulation.network import Link, Network
 from lightning_asgd.simulation.problems import ModuleProblem, Problem, Quadratic
 from lightning_asgd.simulation.report import Point, Report, WorkerReport
 from lightning_asgd.simulation.run import Simulation
 from lightning_asgd.simulation.speeds import Constant, Crash, LateWorker, LogNormal, Speed, Trace
+from lightning_asgd.simulation.worker import LeasedData
 
 __all__ = [
     "Constant",

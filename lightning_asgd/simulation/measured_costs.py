@@ -30,10 +30,10 @@ from lightning_asgd.core.server.process import ServerSettings
 from lightning_asgd.core.worker.connection import COORDINATOR, Connection
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.plan.sizing import Calibration, ServerCosts
-from lightning_asgd.simulation.leased_worker import LeasedData
 from lightning_asgd.simulation.problems import Quadratic
 from lightning_asgd.simulation.run import Running, Simulation
 from lightning_asgd.simulation.speeds import LogNormal
+from lightning_asgd.simulation.worker import LeasedData
 
 WORKERS = (16, 64, 256, 1024)
 _STEPS, _BATCH = 6, 32  # of a simulated worker's part of an epoch, and samples of a step

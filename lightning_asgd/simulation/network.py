@@ -23,17 +23,11 @@ from lightning_asgd.core.calls.transport import Transport
 from lightning_asgd.core.foundation.errors import ConfigurationError
 from lightning_asgd.core.foundation.layout import nbytes_of as shard_nbytes
 from lightning_asgd.core.foundation.validation import at_least
-from lightning_asgd.core.protocol import (
-    Contribution,
-    Exchange,
-    Heartbeat,
-    InitShard,
-    Join,
-    LeaseRequest,
-    OpenEpoch,
-    Reply,
-)
 from lightning_asgd.core.protocol import nbytes as nbytes_of
+from lightning_asgd.core.protocol.collective import Contribution
+from lightning_asgd.core.protocol.lease import LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.session import Heartbeat, Join
+from lightning_asgd.core.protocol.update import Exchange, InitShard, Reply
 from lightning_asgd.plan.sizing import ServerCosts
 
 

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_asgd.compression.code_choice import Auto
+from lightning_asgd.compression.codes import Auto
 from lightning_asgd.core.algorithms.base import Payload, Run
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.errors import ASGDError, ConfigurationError
@@ -25,12 +25,11 @@ from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.gain import Gain
 from lightning_asgd.sampling.optim import share_posterior
-from lightning_asgd.simulation.leased_worker import LeasedData, LeasedWorker
 from lightning_asgd.simulation.network import Network, VirtualClock, Wires
 from lightning_asgd.simulation.problems import Problem
 from lightning_asgd.simulation.report import Point, Report, WorkerReport
 from lightning_asgd.simulation.speeds import Constant, Crash, LateWorker, Speed
-from lightning_asgd.simulation.worker import Life, NamedWeights, SimulatedWorker, Work
+from lightning_asgd.simulation.worker import LeasedData, LeasedWorker, Life, NamedWeights, SimulatedWorker, Work
 
 _SESSION = "simulation"
 _EXCHANGE = ("nsync", "algorithm", "compression", "advanced")

@@ -16,8 +16,7 @@ from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.table import Leases
 from lightning_asgd.core.protocol import Epoch, LeaseRequest
 from lightning_asgd.core.worker.session_client import Members
-from lightning_asgd.islands.leases import IslandLeases
-from lightning_asgd.islands.shared_leases import SharedLeases
+from lightning_asgd.islands.leases import IslandLeases, SharedLeases
 from tests.component.test_leases import Far
 
 FACTS = ("opened", "segment", "halted", "exhausted", "last", "reached", "dry", "closes", "counts", "progress", "share")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_asgd.algorithms import EASGD, SparseLoCo
-from lightning_asgd.compression.code_choice import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
+from lightning_asgd.compression.codes import NO_CODE, CodeCost, LinkSpeed, choose_code, expected_s
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.errors import ConfigurationError
 
