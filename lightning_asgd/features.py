@@ -22,6 +22,7 @@ MESSAGES = {
 """The messages of each feature, in its ``messages.py``."""
 
 SERVER = {
+    "Attach": "elastic.server:Admissions",
     "ExchangePart": "islands.server:Islands",
     "FetchRows": "tables.served.server:ServedTables",
     "InitPart": "islands.server:Islands",
@@ -29,8 +30,10 @@ SERVER = {
     "LinkProbe": "compression.server:LinkProbes",
     "LoadTable": "tables.served.server:ServedTables",
     "PushRows": "tables.served.server:ServedTables",
+    "ReplayDone": "recovery.server:Recovery",
     "Samples": "sampling.server:PosteriorSamples",
     "SaveTable": "tables.served.server:ServedTables",
+    "StateReport": "recovery.server:Recovery",
     "StatusRequest": "elastic.server:StatusReports",
 }
 """The part of a server that handles a message: a :class:`~lightning_asgd.core.server.feature.ServerFeature`."""
@@ -55,6 +58,7 @@ SYNCHRONIZERS = {
 FINDERS = {
     "algorithm": "algorithms:find",
     "compression": "compression:find_compression",
+    "snapshots": "recovery.server:writer_of",
     "measured code": "compression.link_probe:measured_code",
 }
 """What a user's setting means."""

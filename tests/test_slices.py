@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_asgd import features
+from lightning_asgd import features, protocol
 from tests.helpers.ratchet import complaints
 from tests.house import CODE, CORE, ROWS, SLICE, features_imported_by_core, measures, slice_of
 from tests.test_architecture import FILES, TREES, imported_modules
@@ -18,14 +18,14 @@ from tests.test_architecture import FILES, TREES, imported_modules
 DEBTS = Path(__file__).parent / "data" / "debts.txt"
 # What is above its goal today. The goals are in tests/house.py.
 FIGURES: dict[str, int] = {
-    "imports of features by the core": 78,
-    "code lines of the core": 14100,
+    "imports of features by the core": 62,
+    "code lines of the core": 13952,
     "code lines of the largest feature": 2008,
     "code lines of the library": 35226,
-    "files of the library": 340,
-    "modules that ASGDStrategy loads": 232,
-    "modules that a server loads": 83,
-    "branches of 6 central files": 314,
+    "files of the library": 336,
+    "modules that ASGDStrategy loads": 225,
+    "modules that a server loads": 73,
+    "branches of 6 central files": 300,
     "lines of a class": 411,
     "methods of a class": 42,
     "attributes of a class": 34,
@@ -33,9 +33,9 @@ FIGURES: dict[str, int] = {
     "fields of Exchange": 21,
     "fields of Reply": 14,
     "fields of LeaseRequest": 17,
-    "Any in signatures of the core": 604,
+    "Any in signatures of the core": 599,
     "type: ignore": 79,
-    "lines of the tests": 55796,
+    "lines of the tests": 55801,
     "files of the benchmarks": 120,
     "lines of the benchmarks": 23997,
 }
@@ -71,7 +71,7 @@ def test_what_features_add_is_there() -> None:
         assert all(callable(features.load(path)) for path in table.values())
     assert not [module for module in FILES if 'load("' in FILES[module].read_text()], "features.py names them all"
     for name in features.SERVER:
-        assert features.sendable(name).__name__ == name
+        assert name in protocol.__all__ or features.sendable(name).__name__ == name
 
 
 def test_the_core_imports_no_feature_beyond_the_debts() -> None:

@@ -20,9 +20,10 @@ from lightning_asgd.core.foundation.ranges import merged
 from lightning_asgd.core.protocol import Exchange, InitShard, Reply
 from lightning_asgd.core.server.feature import Server, ServerFeature
 from lightning_asgd.core.server.pending_replies import PendingReplies
+from lightning_asgd.core.server.registry import Phase
 from lightning_asgd.islands.messages import ExchangePart, InitPart, Part
 from lightning_asgd.recovery.messages import StateReport
-from lightning_asgd.recovery.state_recovery import RecoveryPhase
+from lightning_asgd.recovery.server import recovery_of
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ class Islands(ServerFeature):
             self._find(message.worker, message.fragment).groups = message.groups
             return server.handlers[InitShard](replace(message, weights=self._weights(message.worker, message.fragment)))
         if isinstance(message, StateReport):
-            collecting = server.state.recovery.phase is RecoveryPhase.COLLECTING
-            return server.handlers[StateReport](self._filled(message) if collecting else message)
+            recovery = recovery_of(server)
+            return recovery.handle(self._filled(message) if recovery.phase is Phase.COLLECTING else message)
         session = server.heard(message.session, message.worker)
         if isinstance(message, InitPart):
             return self._open(message)
         if server.state.recovery.phase.lost:
-            return server.defer(message)
+            return server.state.recovery.defer(message)
         shard = session.shards.get(message.fragment)
         if shard is not None:
             self._find(message.worker, message.fragment).groups = shard.groups

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-CHUNK = 1 << 18
-"""Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
+from lightning_asgd.core.server.group_rules import CHUNK
+from lightning_asgd.core.server.shard import Shard
 
 _PAUSE_S = 0.001  # between two pieces, in which another thread gets the lock
 _POPULATE_WRITE = 23  # for madvise, of Linux 5.14; Python has no name for it
@@ -83,6 +83,12 @@ class ShardCopy:
         for made, value, first in self._pieces.pop((group, start)):
             where = slice(max(start - first, 0), start + CHUNK - first)
             made[where].copy_(value[where])
+
+
+def copied(shard: Shard) -> tuple[dict[str, Any], ShardCopy]:
+    """A shard's snapshot, and the copy whose progress fills it."""
+    made = ShardCopy()
+    return shard.snapshot(made), made
 
 
 def _pieces(first: int, end: int) -> range:

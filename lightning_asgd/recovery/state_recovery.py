@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 from lightning_asgd.core.protocol import LeaseHoldings
+from lightning_asgd.core.server.registry import Continuity, Phase
 from lightning_asgd.recovery.messages import ReplicaState, StateReport
 
 _REPORT_S = 20.0  # in which workers notice that a server was lost, and begin to report to its replacement
 
 
-class RecoveryPhase(Enum):
-    """Where a server is on its way back: whether its state is ``lost``, and whether reports have ``begun``."""
-
-    INTACT = "intact", False, False  # nothing was lost: it is new, or serves what it was given
-    LOST = "lost", True, False  # workers, or a snapshot, hold its state; no worker has joined to report
-    COLLECTING = "collecting", True, True  # a worker has joined to report; pushes are deferred
-    RESTORED = "restored", False, True  # it serves the newest state; workers replay what that lacks
-
-    def __init__(self, name: str, lost: bool, begun: bool) -> None:
-        self.lost = lost
-        self.begun = begun
-
-
-class StateRecovery:
+class StateRecovery(Continuity):
     """The phase of one server, and what workers have reported to it.
 
     ============ ================================================= ==========
@@ -50,12 +37,12 @@ class StateRecovery:
 
     def __init__(self, *, replaces: bool = False) -> None:
         self.replaces = replaces
-        self.phase = RecoveryPhase.LOST if replaces else RecoveryPhase.INTACT
+        self.phase = Phase.LOST if replaces else Phase.INTACT
         self._asked: float | None = None  # when a worker last asked for what a report must restore first
         self.reset(self.phase)
 
-    def reset(self, phase: RecoveryPhase = RecoveryPhase.INTACT) -> None:
-        """Forget all reports: what was lost is replaced by something else."""
+    def reset(self, phase: Phase = Phase.INTACT) -> None:
+        """Forget all reports: something else replaces what was lost."""
         self.phase = phase
         self.offers: dict[int, StateReport] = {}  # without the shards
         self.newest: dict[int, ReplicaState] = {}  # per fragment, of what was reported
@@ -64,20 +51,20 @@ class StateRecovery:
 
     def begin_session(self, *, elastic: bool) -> None:
         """Forget all reports to the session before. Only an elastic run has a state from before its session."""
-        self.reset(RecoveryPhase.LOST if self.phase.lost and elastic else RecoveryPhase.INTACT)
+        self.reset(Phase.LOST if self.phase.lost and elastic else Phase.INTACT)
 
     def note_heartbeat(self, worker: int, *, waited: bool, now: float) -> None:
         """Note a heartbeat; ``waited``: the worker knows an elastic run of which this server knows no workers."""
         if waited and not self.phase.begun:
-            self.phase = RecoveryPhase.LOST
+            self.phase = Phase.LOST
         if self.phase.lost and worker not in self.excused:
             self._asked = now  # there is a worker that will report
 
     def join(self, worker: int, *, reports: bool) -> bool:
         """Note a worker that joins while the state is lost, and whether it ``reports``. Returns whether it is first."""
-        first = self.phase is not RecoveryPhase.COLLECTING
+        first = self.phase is not Phase.COLLECTING
         if first:
-            self.reset(RecoveryPhase.COLLECTING)
+            self.reset(Phase.COLLECTING)
         (self.excused.discard if reports else self.excused.add)(worker)
         return first
 
@@ -91,7 +78,7 @@ class StateRecovery:
     @property
     def waiting(self) -> Collection[int]:
         """The workers that have reported and wait for the others' reports."""
-        return self.offers.keys() if self.phase is RecoveryPhase.COLLECTING else ()
+        return self.offers.keys() if self.phase is Phase.COLLECTING else ()
 
     def awaited(self, living: Collection[int]) -> set[int]:
         """The living workers that have to report."""
@@ -99,25 +86,25 @@ class StateRecovery:
 
     def complete(self, living: Collection[int]) -> bool:
         """Whether all have reported, and the newest state is to be taken now."""
-        return self.phase is RecoveryPhase.COLLECTING and bool(self.offers) and self.awaited(living) <= set(self.offers)
+        return self.phase is Phase.COLLECTING and bool(self.offers) and self.awaited(living) <= set(self.offers)
 
     def nobody_reports(self, living: Collection[int], silence_s: float, now: float) -> bool:
         """Whether no worker is left to report, and each would have by now; ``silence_s``: the failure timeout."""
         if self._asked is None:
             self._asked = now
-        if self.phase is RecoveryPhase.COLLECTING and self.awaited(living):
+        if self.phase is Phase.COLLECTING and self.awaited(living):
             return False
         return now > self._asked + _REPORT_S + silence_s
 
     def take(self) -> list[ReplicaState]:
         """The newest state, per fragment. It is not kept any longer."""
-        self.phase = RecoveryPhase.RESTORED
+        self.phase = Phase.RESTORED
         newest, self.newest = list(self.newest.values()), {}
         return newest
 
     def over(self, living: Collection[int]) -> bool:
         """Whether all workers that reported have replayed."""
-        return self.phase is RecoveryPhase.RESTORED and set(living) & set(self.offers) <= self.settled
+        return self.phase is Phase.RESTORED and set(living) & set(self.offers) <= self.settled
 
     @property
     def incarnations(self) -> dict[int, int]:

@@ -121,7 +121,7 @@ def test_two_thousand_workers_that_came_and_went_cost_nothing_any_more(vanish: b
 def test_nothing_of_a_worker_that_left_waits_on() -> None:
     run = Run()
     early = run.join()
-    watched, pending = run.say(DisconnectWatch("r", early)), vars(run.service)["_pending"]
+    watched, pending = run.say(DisconnectWatch("r", early)), run.service.pending
     run.say(Leave("r", early))
     assert watched.value() is None, "an error would mean that the server was lost"
     assert pending.of(object) == []

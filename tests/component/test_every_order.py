@@ -493,8 +493,8 @@ class World:
 
 def told_from_others(server: Server) -> Hashable:
     service = vars(server.service)
-    held = frozenset(fingerprint(held) for held in vars(service["_pending"])["_pending"].values())  # by identity
-    rest = tuple(fingerprint(value) for name, value in service.items() if name != "_pending")
+    held = frozenset(fingerprint(held) for held in vars(service["pending"])["_pending"].values())  # by identity
+    rest = tuple(fingerprint(value) for name, value in service.items() if name != "pending")
     return held, rest, fingerprint(server.once), server.now
 
 

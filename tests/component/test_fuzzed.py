@@ -325,7 +325,7 @@ def test_what_a_broken_worker_makes_up_is_refused_in_the_end(
 ) -> None:
     for limit in ("pending_replies._MOST", "membership._STRANGERS"):
         monkeypatch.setattr(f"lightning_asgd.core.server.{limit}", 500)
-    monkeypatch.setattr("lightning_asgd.elastic.run_registry._MOST_SILENT", 500)
+    monkeypatch.setattr("lightning_asgd.elastic.server._MOST_SILENT", 500)
     _, handle = server_of(run)
     answers = [handle(numbered(message, field, number)) for number in range(2, 1102)]
     assert not isinstance(answers[300], Failure)

@@ -181,6 +181,6 @@ def test_a_worker_sets_up_with_what_it_has_chosen(speed: float | None) -> None:
         assert pushes == [None, None]  # they are in shared memory
     else:
         assert max(map(nbytes, pushes)) < 300 * 300  # of four bytes
-    assert not cluster.services[0].state.replaceable
+    assert not cluster.services[0].replaceable
     synchronizer.close()
     cluster.close()

@@ -26,6 +26,7 @@ from lightning_asgd.core.protocol import (
     RunMetadata,
 )
 from lightning_asgd.core.server.service import Service
+from lightning_asgd.recovery.server import recovery_of
 from lightning_asgd.recovery.snapshot_store import Snapshots
 from tests.helpers.cluster import summary
 
@@ -81,16 +82,18 @@ def test_there_are_snapshots_of_this_protocol() -> None:
 @pytest.mark.parametrize("server", range(SERVERS))
 def test_servers_go_on_from_them_as_if_they_had_never_stopped(server: int) -> None:
     never = served(server)
-    after = Service(lambda: 0.0, run=RUN, remembered=Snapshots(CURRENT).read)
-    assert after.restore_from_snapshot(server)
+    after = Service(lambda: 0.0, run=RUN)
+    recovery_of(after).remembered = Snapshots(CURRENT).read
+    assert recovery_of(after).restore_snapshot(server)
     ends = [push(service, come(service, server), 4) for service in (never, after)]
     assert ends[0] == ends[1]
     assert summary(after)["version"] == 4
 
 
 def test_notes_and_numbers_of_workers_are_remembered() -> None:
-    after = Service(lambda: 0.0, run=RUN, remembered=Snapshots(CURRENT).read)
-    after.restore_from_snapshot(0)
+    after = Service(lambda: 0.0, run=RUN)
+    recovery_of(after).remembered = Snapshots(CURRENT).read
+    recovery_of(after).restore_snapshot(0)
     attached = after.handle(Attach(RUN, "there", Policy(10.0)))
     assert attached.notes == {"layout": "x", "founded": True}
     assert attached.worker > 1
@@ -105,6 +108,6 @@ def test_snapshots_of_another_protocol_are_refused_by_name(folder: Path) -> None
 
 if __name__ == "__main__":
     for server in range(SERVERS):
-        snapshot = served(server).snapshot()
+        snapshot = recovery_of(served(server)).snapshot()
         assert snapshot is not None
         Snapshots(CURRENT).write(snapshot)

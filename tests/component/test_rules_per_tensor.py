@@ -18,6 +18,7 @@ from lightning_asgd.core.server import group_rules
 from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.core.server.shard import Shard
 from lightning_asgd.recovery import shard_copy
+from lightning_asgd.recovery.shard_copy import copied
 from tests.helpers.orders import fingerprint
 
 N = 10
@@ -101,7 +102,7 @@ def test_state_is_kept_tensor_by_tensor_and_restored(rule: Algorithm) -> None:
     other.restore(made.state())
     assert fingerprint(other.state()) == fingerprint(made.state())
     push(made, 0, torch.ones(N))  # half of a round
-    kept, copy = made.snapshot()
+    kept, copy = copied(made)
     copy.finish()
     again = Shard.restore_from_snapshot(kept)
     assert fingerprint(again.state()) == fingerprint(made.state())
@@ -133,11 +134,11 @@ def test_a_snapshot_is_of_one_version_whenever_pushes_come(rule: Algorithm, monk
         push(made, 0, torch.ones(N))
         return made
 
-    at_once, copy = trained().snapshot()
+    at_once, copy = copied(trained())
     copy.finish()
     for first in range(4):
         made = trained()
-        kept, copy = made.snapshot()
+        kept, copy = copied(made)
         for _ in range(first):
             copy.step()
         push(made, 1, torch.ones(N))

@@ -56,6 +56,7 @@ from lightning_asgd.elastic.server import view
 from lightning_asgd.elastic.status_command import tables
 from lightning_asgd.recovery.failover_client import FailoverClient
 from lightning_asgd.recovery.messages import ReplicaState, StateReport
+from lightning_asgd.recovery.server import recovery_of
 from tests.component.test_membership import ENDS, PATIENCE_S, UNITS, End, World
 from tests.helpers.algorithms import SUM_OF_ROUND
 from tests.helpers.cluster import summary
@@ -531,7 +532,7 @@ class Left(Exception):
 
 def is_settled(service: Service) -> bool:
     session = service.session
-    recovery = service.state.recovery
+    recovery = recovery_of(service)
     return session is None or not recovery.phase.begun or recovery.over(session.members.living)
 
 

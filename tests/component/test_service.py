@@ -754,8 +754,8 @@ def test_only_the_block_in_use_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_server_in_a_lost_one_s_place_can_be_replaced_until_it_was_told_what_that_knew() -> None:
     """Nothing would be lost with it, and nobody can come to one whose door is shut."""
-    assert Service(succeeds=True).state.replaceable
-    assert not Service().state.replaceable
+    assert Service(succeeds=True).replaceable
+    assert not Service().replaceable
 
 
 def test_a_server_whose_workers_could_not_restore_it_is_not_to_be_replaced() -> None:
@@ -764,7 +764,7 @@ def test_a_server_whose_workers_could_not_restore_it_is_not_to_be_replaced() -> 
     s.handle(Join("s", 0, 1))
     s.handle(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),), restorable=False))
     s.handle(push(1, 1.0))
-    assert not s.state.replaceable
+    assert not s.replaceable
 
 
 def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_back() -> None:
@@ -776,11 +776,11 @@ def test_a_server_whose_workers_are_all_away_can_be_replaced_since_they_come_bac
     s.handle(InitShard("s", 0, GROUPS, ASGD(), (torch.zeros(3),)))
     for rank in (0, 1):
         s.handle(push(1, 1.0, rank))
-    assert s.state.replaceable
+    assert s.replaceable
     for clock.now in range(1, 5):
         s.tick()
     assert not s.handle(Heartbeat("s", 0)).living
-    assert s.state.replaceable
+    assert s.replaceable
     for rank in (0, 1):
         s.handle(Leave("s", rank))
-    assert not s.state.replaceable
+    assert not s.replaceable

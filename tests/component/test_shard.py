@@ -17,6 +17,7 @@ from lightning_asgd.core.protocol import Exchange, Reply
 from lightning_asgd.core.server import group_rules
 from lightning_asgd.core.server.shard import REFUSED_IN_A_ROW, Shard
 from lightning_asgd.core.server.update_buffers import Buffers
+from lightning_asgd.recovery.shard_copy import copied
 from tests.helpers.script import bits
 
 GROUPS = (
@@ -533,7 +534,7 @@ def test_a_momentum_of_16_bit_weights_has_32() -> None:
 def test_a_snapshot_holds_what_rounding_removes_from_the_weights() -> None:
     shard = narrow(ASGD())
     small_pushes(shard, 2)
-    kept, copy = shard.snapshot()
+    kept, copy = copied(shard)
     small_pushes(shard, 1, first=2)
     copy.finish()
     again = Shard.restore_from_snapshot(kept)
@@ -544,7 +545,7 @@ def test_a_snapshot_holds_what_rounding_removes_from_the_weights() -> None:
 def test_a_snapshot_of_an_earlier_version_kept_everything_in_16_bits() -> None:
     shard = narrow(Downpour("adam", lr=1.0, transforms=[SoftSync(2)]))
     small_pushes(shard, 3)
-    kept, copy = shard.snapshot()
+    kept, copy = copied(shard)
     copy.finish()
     del kept["state"][0]["exact"]
     kept["pending"] = [each.bfloat16() for each in kept["pending"]]

@@ -15,6 +15,8 @@ from lightning_asgd.core.server import group_rules
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.server.shard import Shard
 from lightning_asgd.recovery import shard_copy
+from lightning_asgd.recovery.server import recovery_of
+from lightning_asgd.recovery.shard_copy import copied
 from tests.helpers.algorithms import ON_SERVERS
 from tests.helpers.orders import fingerprint
 
@@ -48,7 +50,7 @@ def trained(rule: Algorithm) -> Shard:
 
 @pytest.mark.parametrize("name", ON_SERVERS)
 def test_a_copy_is_of_one_version_whenever_pushes_come(name: str) -> None:
-    at_once, copy = trained(ON_SERVERS[name]).snapshot()
+    at_once, copy = copied(trained(ON_SERVERS[name]))
     pieces = 0
     while copy.left:
         copy.step()
@@ -56,7 +58,7 @@ def test_a_copy_is_of_one_version_whenever_pushes_come(name: str) -> None:
     assert pieces == 6
     for first in range(pieces):
         shard = trained(ON_SERVERS[name])
-        kept, copy = shard.snapshot()
+        kept, copy = copied(shard)
         for _ in range(first):
             copy.step()
         push(shard, 2)
@@ -72,11 +74,11 @@ def test_what_replaces_the_weights_of_a_shard_does_not_reach_a_copy() -> None:
         lambda shard: shard.initialise(tensors(5), 9),
         lambda shard: shard.replace(tensors(5)),
         lambda shard: shard.restore(shard.state()),
-        lambda shard: shard.snapshot()[1].finish(),
+        lambda shard: copied(shard)[1].finish(),
     ):
         shard = trained(ASGD("sum"))
         expected = [w.tolist() for w in shard.weights]
-        kept, copy = shard.snapshot()
+        kept, copy = copied(shard)
         copy.step()
         replaces(shard)
         push(shard, 2)
@@ -98,12 +100,12 @@ def test_messages_are_handled_between_two_pieces(monkeypatch: pytest.MonkeyPatch
         assert not thread.is_alive(), "the lock is held"
 
     monkeypatch.setattr(shard_copy.time, "sleep", another_thread_pushes)
-    snapshot = service.snapshot()
+    snapshot = recovery_of(service).snapshot()
     assert snapshot is not None
     assert snapshot.version == 0
     assert [w.tolist() for w in snapshot.shards[0]["weights"]] == [w.tolist() for w in tensors(0)]
     assert answers
     assert all(isinstance(answer, Reply) for answer in answers)
-    after = service.snapshot()
+    after = recovery_of(service).snapshot()
     assert after is not None
     assert after.version >= len(answers) - 1 > 0

@@ -52,8 +52,8 @@ from lightning_asgd.core.protocol import (
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.elastic.messages import StatusRequest
 from lightning_asgd.recovery.messages import ReplicaState, StateReport
-from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots
-from lightning_asgd.recovery.snapshot_writer import SnapshotWriter
+from lightning_asgd.recovery.server import recovery_of
+from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots, SnapshotWriter
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
 from tests.component.test_runs import EPOCHS, RunWorld
 from tests.helpers.cluster import summary
@@ -99,15 +99,21 @@ def fetch(service: Service, worker: int) -> torch.Tensor:
 
 def written(service: Service, folder: Path) -> Snapshots:
     snapshots = Snapshots(folder)
-    snapshot = service.snapshot()
+    snapshot = recovery_of(service).snapshot()
     assert snapshot is not None
     snapshots.write(snapshot)
     return snapshots
 
 
+def remembering(read: Callable[[int], Snapshot | None], clock: Callable[[], float], **options: bool) -> Service:
+    service = Service(clock, run="s", **options)
+    recovery_of(service).remembered = read
+    return service
+
+
 def revived(snapshots: Snapshots, server: int = 0, clock: Callable[[], float] | None = None) -> Service:
-    service = Service(clock or Clock(), run="s", remembered=snapshots.read)
-    assert service.restore_from_snapshot(server)
+    service = remembering(snapshots.read, clock or Clock())
+    assert recovery_of(service).restore_snapshot(server)
     return service
 
 
@@ -193,11 +199,11 @@ def test_the_units_of_an_epoch_are_done_if_their_updates_are_in_the_weights(firs
     service.handle(InitShard("s", 1, groups, ASGD("sum"), (torch.zeros(UNITS),)))
     service.handle(RunMetadata("s", 1, "founded", True))
     assert train(service, 1, first) == first
-    snapshot = service.snapshot()
+    snapshot = recovery_of(service).snapshot()
     worker = come(service).worker
     train(service, worker, lost)
-    after = Service(Clock(), run="s", remembered=lambda server: snapshot)
-    after.restore_from_snapshot(0)
+    after = remembering(lambda server: snapshot, Clock())
+    recovery_of(after).restore_snapshot(0)
     worker = come(after).worker
     after.handle(InitShard("s", worker, groups, ASGD("sum")))
     train(after, worker, UNITS)
@@ -208,23 +214,23 @@ def test_a_job_that_is_no_run_is_written_down_too() -> None:
     service = Service(Clock())
     service.handle(Join("1.1", 0, 1))
     service.handle(InitShard("1.1", 0, GROUPS, Downpour("adam"), (torch.zeros(3),)))
-    snapshot = service.snapshot()
+    snapshot = recovery_of(service).snapshot()
     assert snapshot is not None
     assert snapshot.run == "1.1"
 
 
 def test_nothing_is_written_before_the_run_has_weights_or_if_nothing_has_happened() -> None:
     service = Service(Clock(), run="s")
-    assert service.snapshot() is None
+    assert recovery_of(service).snapshot() is None
     come(service)
     service.handle(InitShard("s", 1, GROUPS, ASGD("sum"), (torch.zeros(3),)))
-    assert service.snapshot() is None
+    assert recovery_of(service).snapshot() is None
     service.handle(RunMetadata("s", 1, "founded", True))
-    assert service.snapshot() is not None
+    assert recovery_of(service).snapshot() is not None
     service.handle(StatusRequest())
-    assert service.snapshot() is None
+    assert recovery_of(service).snapshot() is None
     push(service, 1, 1, 1.0)
-    assert service.snapshot() is not None
+    assert recovery_of(service).snapshot() is not None
 
 
 def test_a_server_in_a_lost_ones_place_takes_the_snapshot_if_nobody_tells_it_more(tmp_path: Path) -> None:
@@ -232,7 +238,7 @@ def test_a_server_in_a_lost_ones_place_takes_the_snapshot_if_nobody_tells_it_mor
     push(before, 1, 1, 2.0)
     snapshots = written(before, tmp_path)
     clock = Clock()
-    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    after = remembering(snapshots.read, clock, succeeds=True)
     waiting = after.handle(Attach("s", "here", Policy(100.0)))
     after.tick()
     assert not waiting.done()
@@ -254,7 +260,7 @@ def test_a_server_in_a_lost_ones_place_has_the_weights_from_workers_and_its_opti
     push(before, 1, 1, 2.0)
     snapshots = written(before, tmp_path)
     seen = push(before, 1, 2, 3.0)
-    after = Service(Clock(), run="s", succeeds=True, remembered=snapshots.read)
+    after = remembering(snapshots.read, Clock(), succeeds=True)
     after.handle(Join("s", 1, 0, restore=True))
     after.handle(InitShard("s", 1, GROUPS, algorithm))
     held = ReplicaState(0, seen.version, seen.weights, seen.pushes)
@@ -320,7 +326,7 @@ def test_the_second_server_too(tmp_path: Path) -> None:
     push(second, 1, 1, 4.0)
     snapshots = written(second, tmp_path)
     clock = Clock()
-    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    after = remembering(snapshots.read, clock, succeeds=True)
     after.handle(Join("s", 2, 0, server=1))
     after.handle(InitShard("s", 2, GROUPS, ASGD("sum")))
     waiting = after.handle(Exchange("s", 2, 0, 0, False, True))
@@ -336,7 +342,7 @@ def test_the_second_server_too(tmp_path: Path) -> None:
 def test_a_server_that_nobody_has_asked_anything_takes_no_snapshot_of_another_one(tmp_path: Path) -> None:
     snapshots = written(founded(), tmp_path)
     clock = Clock()
-    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    after = remembering(snapshots.read, clock, succeeds=True)
     after.handle(Heartbeat("s", 1))  # of a worker that ends before it joins
     clock.now = 100.0
     after.tick()
@@ -463,7 +469,7 @@ def test_a_snapshot_that_cannot_be_read_ends_no_worker_that_holds_the_weights(tm
     snapshots = written(before, tmp_path)
     snapshots.path(0).write_bytes(b"garbage")
     clock = Clock()
-    after = Service(clock, run="s", succeeds=True, remembered=snapshots.read)
+    after = remembering(snapshots.read, clock, succeeds=True)
     if of == "newcomers":
         waiting = after.handle(Attach("s", "here", Policy(10.0)))
         clock.now = 31.0
@@ -484,10 +490,10 @@ def test_a_snapshot_that_cannot_be_read_ends_no_worker_that_holds_the_weights(tm
 
 def test_what_could_not_be_written_is_tried_again() -> None:
     service = founded()
-    assert service.snapshot() is not None
-    assert service.snapshot() is None
+    assert recovery_of(service).snapshot() is not None
+    assert recovery_of(service).snapshot() is None
     service.tell("No space left")
-    assert service.snapshot() is not None
+    assert recovery_of(service).snapshot() is not None
 
 
 class Blackouts(RunWorld):
@@ -496,15 +502,15 @@ class Blackouts(RunWorld):
     snapshot: Snapshot | None = None
 
     def serve(self, *, succeeds: bool = False) -> Service:
-        service = Service(lambda: self.now, run="s", remembered=lambda server: copy.deepcopy(self.snapshot))
+        service = remembering(lambda server: copy.deepcopy(self.snapshot), lambda: self.now)
         if succeeds:
-            service.restore_from_snapshot(0)
+            recovery_of(service).restore_snapshot(0)
         return service
 
     def beat(self, rank: int, service: Service) -> None:
         super().beat(rank, service)
         if self.turns.random.random() < 0.2:
-            self.snapshot = service.snapshot() or self.snapshot
+            self.snapshot = recovery_of(service).snapshot() or self.snapshot
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -45,9 +45,9 @@ WHEN: dict[str, dict[str, str]] = {
         "core.server.membership.Membership.welcome": "a silent worker is heard again",
         "core.server.process._end_job": "the main process is lost",
         "core.server.server_state.ServerState.enter": "machines disagree about the number of workers",
-        "core.server.session_state.SessionState.restore_from_snapshot": "a server or `serve` is started again",
-        "core.server.session_state.SessionState.resume": "a server is replaced",
-        "recovery.snapshot_writer.SnapshotWriter.write": "the disk is full, for instance",
+        "recovery.server.Recovery.restore_snapshot": "a server or `serve` is started again",
+        "recovery.server.Recovery._resume": "a server is replaced",
+        "recovery.snapshot_store.SnapshotWriter.write": "the disk is full, for instance",
     },
     "The process that starts workers or servers": {
         "islands.division.Division.watch.report": "a process of an island ends",
@@ -182,11 +182,11 @@ ELSEWHERE = {
     "core.server.membership.Membership.end",
     "core.server.membership.Membership.refuse",
     "core.server.process._log_events",
-    "core.server.process._writer.complain",
+    "recovery.server.writer_of.complain",
     # errors: docs/troubleshooting.md
     "islands.strategy.IslandStrategy.go_offline",
     "cli.command_line.main",
-    "core.server.server_state.ServerState.recover",
+    "recovery.server.Recovery._restore",
     # results of commands: docs/commands.md
     "cli.doctor_command.doctor",
     "elastic.health.health",

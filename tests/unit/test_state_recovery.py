@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_asgd.core.server.registry import Phase
 from lightning_asgd.recovery.messages import ReplicaState, StateReport
-from lightning_asgd.recovery.state_recovery import RecoveryPhase, StateRecovery
+from lightning_asgd.recovery.state_recovery import StateRecovery
 
 
 def report(worker: int, version: int = 0, **about: object) -> StateReport:
@@ -30,43 +31,41 @@ def restored(*workers: int) -> StateRecovery:
 
 
 def test_a_new_server_is_intact_and_a_replacement_is_lost() -> None:
-    assert StateRecovery().phase is RecoveryPhase.INTACT
-    assert StateRecovery(replaces=True).phase is RecoveryPhase.LOST
+    assert StateRecovery().phase is Phase.INTACT
+    assert StateRecovery(replaces=True).phase is Phase.LOST
 
 
 def test_only_the_phases_before_the_newest_state_is_taken_defer_pushes() -> None:
-    assert [phase for phase in RecoveryPhase if in_phase(phase).phase.lost] == [
-        RecoveryPhase.LOST,
-        RecoveryPhase.COLLECTING,
+    assert [phase for phase in Phase if in_phase(phase).phase.lost] == [
+        Phase.LOST,
+        Phase.COLLECTING,
     ]
-    assert [phase for phase in RecoveryPhase if in_phase(phase).phase.begun] == [
-        RecoveryPhase.COLLECTING,
-        RecoveryPhase.RESTORED,
+    assert [phase for phase in Phase if in_phase(phase).phase.begun] == [
+        Phase.COLLECTING,
+        Phase.RESTORED,
     ]
 
 
-def in_phase(phase: RecoveryPhase) -> StateRecovery:
+def in_phase(phase: Phase) -> StateRecovery:
     return {
-        RecoveryPhase.INTACT: StateRecovery,
-        RecoveryPhase.LOST: lambda: StateRecovery(replaces=True),
-        RecoveryPhase.COLLECTING: lambda: collecting(1),
-        RecoveryPhase.RESTORED: lambda: restored(1),
+        Phase.INTACT: StateRecovery,
+        Phase.LOST: lambda: StateRecovery(replaces=True),
+        Phase.COLLECTING: lambda: collecting(1),
+        Phase.RESTORED: lambda: restored(1),
     }[phase]()
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (RecoveryPhase.INTACT, RecoveryPhase.LOST),
-        (RecoveryPhase.LOST, RecoveryPhase.LOST),
-        (RecoveryPhase.COLLECTING, RecoveryPhase.COLLECTING),
-        (RecoveryPhase.RESTORED, RecoveryPhase.RESTORED),
+        (Phase.INTACT, Phase.LOST),
+        (Phase.LOST, Phase.LOST),
+        (Phase.COLLECTING, Phase.COLLECTING),
+        (Phase.RESTORED, Phase.RESTORED),
     ],
     ids=lambda phase: phase.name,
 )
-def test_a_heartbeat_of_a_worker_that_waited_shows_that_a_state_was_lost(
-    before: RecoveryPhase, after: RecoveryPhase
-) -> None:
+def test_a_heartbeat_of_a_worker_that_waited_shows_that_a_state_was_lost(before: Phase, after: Phase) -> None:
     recovery = in_phase(before)
     recovery.note_heartbeat(1, waited=True, now=0.0)
     assert recovery.phase is after
@@ -75,13 +74,13 @@ def test_a_heartbeat_of_a_worker_that_waited_shows_that_a_state_was_lost(
     assert recovery.phase is before
 
 
-@pytest.mark.parametrize("before", [RecoveryPhase.INTACT, RecoveryPhase.LOST], ids=lambda phase: phase.name)
+@pytest.mark.parametrize("before", [Phase.INTACT, Phase.LOST], ids=lambda phase: phase.name)
 @pytest.mark.parametrize("reports", [True, False], ids=["reports", "is new"])
-def test_the_first_worker_that_joins_begins_the_collecting(before: RecoveryPhase, reports: bool) -> None:
+def test_the_first_worker_that_joins_begins_the_collecting(before: Phase, reports: bool) -> None:
     recovery = in_phase(before)
     recovery.settled.add(7)  # nothing of before counts
     assert recovery.join(1, reports=reports) is True
-    assert recovery.phase is RecoveryPhase.COLLECTING
+    assert recovery.phase is Phase.COLLECTING
     assert recovery.settled == set()
     assert recovery.join(2, reports=True) is False
     assert recovery.awaited([1, 2]) == ({1, 2} if reports else {2})
@@ -104,7 +103,7 @@ def test_the_newest_state_is_taken_once_all_living_workers_have_reported() -> No
     assert not recovery.complete([1, 2, 3])
     assert recovery.complete([1, 2])  # the third died
     assert [held.version for held in recovery.take()] == [9]
-    assert recovery.phase is RecoveryPhase.RESTORED
+    assert recovery.phase is Phase.RESTORED
     assert recovery.newest == {}
     assert not recovery.complete([1, 2])  # it is taken once
 
@@ -119,28 +118,24 @@ def test_it_is_over_when_all_living_workers_that_reported_have_replayed() -> Non
     assert recovery.over([1, 2, 3])
 
 
-@pytest.mark.parametrize(
-    "phase", [RecoveryPhase.INTACT, RecoveryPhase.LOST, RecoveryPhase.COLLECTING], ids=lambda phase: phase.name
-)
-def test_nothing_is_over_before_a_state_was_taken(phase: RecoveryPhase) -> None:
+@pytest.mark.parametrize("phase", [Phase.INTACT, Phase.LOST, Phase.COLLECTING], ids=lambda phase: phase.name)
+def test_nothing_is_over_before_a_state_was_taken(phase: Phase) -> None:
     assert not in_phase(phase).over([])
 
 
-@pytest.mark.parametrize("phase", list(RecoveryPhase), ids=lambda phase: phase.name)
-def test_a_session_of_a_job_begins_with_nothing_lost(phase: RecoveryPhase) -> None:
+@pytest.mark.parametrize("phase", list(Phase), ids=lambda phase: phase.name)
+def test_a_session_of_a_job_begins_with_nothing_lost(phase: Phase) -> None:
     recovery = in_phase(phase)
     recovery.begin_session(elastic=False)
-    assert recovery.phase is RecoveryPhase.INTACT
+    assert recovery.phase is Phase.INTACT
     assert recovery.offers == {}
 
 
 def test_an_elastic_run_whose_state_was_lost_has_lost_it_from_its_session_too() -> None:
-    for phase in RecoveryPhase:
+    for phase in Phase:
         recovery = in_phase(phase)
         recovery.begin_session(elastic=True)
-        assert recovery.phase is (
-            RecoveryPhase.LOST if phase in (RecoveryPhase.LOST, RecoveryPhase.COLLECTING) else RecoveryPhase.INTACT
-        )
+        assert recovery.phase is (Phase.LOST if phase in (Phase.LOST, Phase.COLLECTING) else Phase.INTACT)
 
 
 def test_workers_that_have_reported_are_waiting_only_while_others_have_not() -> None:

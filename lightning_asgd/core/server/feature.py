@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from lightning_asgd.core.protocol import Exchange, Request
-from lightning_asgd.core.server.pending_replies import Completion
+from lightning_asgd.core.server.pending_replies import Completion, PendingReplies
 from lightning_asgd.core.server.server_state import ServerState
 from lightning_asgd.core.server.session_state import SessionState
 from lightning_asgd.features import SERVER, load
@@ -18,8 +19,11 @@ class Server(Protocol):
     """The server that a feature is part of."""
 
     state: ServerState
-    snapshot_report: Callable[[], str]
+    pending: PendingReplies
     clock: Callable[[], float]
+    lock: AbstractContextManager[Any]
+    changed: bool
+    """Whether a message has changed what a snapshot holds, since the latest one was taken."""
     handlers: dict[type, Callable[[Any], Any]]
     """What answers the core's messages, by their types; for those that a feature has completed."""
 
@@ -35,18 +39,26 @@ class Server(Protocol):
     def exchange(self, message: Exchange, update: tuple[Tensor, ...] | None = None) -> object:
         """Exchange with the shard; returns the reply or a future of it. ``update`` replaces that of the message."""
 
-    def defer(self, message: Request) -> object:
-        """Keep a message until the state of a lost server is restored."""
+    def handle(self, message: object) -> object:
+        """Return a reply, a :class:`~lightning_asgd.protocol.Failure`, or a future of either."""
 
-    def complete(self, due: list[Completion], received: Request) -> object:
+    def feature(self, kind: str) -> ServerFeature:
+        """The feature that handles messages of this kind; it is made if there is none."""
+
+    def members_changed(self, session: SessionState) -> None:
+        """Tell every state machine who takes part now, and complete what that makes due."""
+
+    def complete(self, due: list[Completion], received: Request | None = None) -> object:
         """Complete requests whose replies are due. Of the one just received, return the reply or a future of it."""
 
 
 class ServerFeature:
-    """Made when the first message of the feature arrives, for one session. Called under the server's lock."""
+    """Made when the first message of the feature arrives. Called under the server's lock."""
 
     observes: ClassVar[bool] = False
     """Whether its messages change nothing that a snapshot holds."""
+    lasting: ClassVar[bool] = False
+    """Whether it outlives the session."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -59,6 +71,9 @@ class ServerFeature:
         """Note that other workers take part."""
         return []
 
+    def tick(self, now: float) -> None:
+        """Do what has become due as time has passed. Called a few times a second, also without a session."""
+
     def forget(self, worker: int) -> None:
         """Keep nothing of a worker that has left or was replaced."""
 
@@ -66,8 +81,8 @@ class ServerFeature:
         """Release everything: the session is over."""
 
 
-class SessionFeatures:
-    """The features that messages of a session have asked for."""
+class ServerFeatures:
+    """The features that messages have asked for."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -82,7 +97,12 @@ class SessionFeatures:
 
     def members_changed(self) -> list[Completion]:
         """Tell all that other workers take part."""
-        return [completion for each in self._made.values() for completion in each.members_changed()]
+        return [completion for each in list(self._made.values()) for completion in each.members_changed()]
+
+    def tick(self, now: float) -> None:
+        """Have all do what is due."""
+        for each in list(self._made.values()):
+            each.tick(now)
 
     def forget(self, worker: int) -> None:
         """Have all keep nothing of a worker."""
@@ -90,7 +110,7 @@ class SessionFeatures:
             each.forget(worker)
 
     def close(self) -> None:
-        """End all: the session is over."""
-        for each in self._made.values():
-            each.close()
-        self._made.clear()
+        """End those that belong to the session, which is over."""
+        for path, each in list(self._made.items()):
+            if not each.lasting:
+                self._made.pop(path).close()

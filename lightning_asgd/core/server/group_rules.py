@@ -10,9 +10,9 @@ infinite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +20,32 @@ from torch import Tensor
 from lightning_asgd.core.algorithms.base import Algorithm, Answer, Payload, Push, Transform
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.numerics import wide
-from lightning_asgd.recovery.shard_copy import CHUNK, ShardCopy
+
+CHUNK = 1 << 18
+"""Scalars worked on at a time: 1 MiB of float32, so that two operands stay in a core's cache."""
 
 Tensors = Sequence[tuple[str, int]]
 """The parts of a group that belong to one tensor each: its name, and how many of its scalars this server holds."""
 
 Before = Callable[[slice], None]
 """Called before a part of the group changes."""
+
+
+class PiecewiseCopy(Protocol):
+    """A copy of a shard's vectors, which is made piece by piece while pushes continue."""
+
+    @property
+    def left(self) -> Mapping[tuple[int, int], None]:
+        """The pieces that are not copied yet: group and first scalar."""
+
+    def of(self, group: int, value: Any, first: int = 0) -> Any:
+        """The copy of what is kept for a group. Vectors are of its scalars from ``first`` on, and are filled later."""
+
+    def before_change(self, group: int, part: slice) -> None:
+        """Copy the pieces of a part of a group's vectors, unless they are copied already."""
+
+    def finish(self) -> None:
+        """Copy all that is left."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +182,7 @@ class GroupRules:
             slots = copy(algorithm.save(self._slots), 0)
         return {"slots": slots, "transforms": [self._copied(kept, copy) for kept in self._kept]}
 
-    def snapshot(self, index: int, copy: ShardCopy) -> dict[str, Any]:
+    def snapshot(self, index: int, copy: PiecewiseCopy) -> dict[str, Any]:
         """The same, with the exact weights; its vectors are filled as the copy proceeds."""
         kept = self.state(lambda value, start: copy.of(index, value, start))
         return {**kept, "exact": copy.of(index, self.exact)} if self._rounds else kept

@@ -31,8 +31,7 @@ from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.core.protocol import Leave
 from lightning_asgd.core.protocol.field_types import checked
 from lightning_asgd.core.server.service import Service
-from lightning_asgd.recovery.snapshot_store import Snapshots
-from lightning_asgd.recovery.snapshot_writer import SnapshotWriter
+from lightning_asgd.features import FINDERS, load
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +105,8 @@ def run_server(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     torch.set_num_threads(1)  # the cores belong to the workers
     allow_many_connections()
-    snapshots = Snapshots(settings.snapshots) if settings.snapshots else None
-    remembered = None if snapshots is None else snapshots.read
-    service = Service(run=settings.run, job=settings.job, succeeds=arguments.succeeds, remembered=remembered)
-    if not arguments.succeeds:
-        service.restore_from_snapshot(arguments.server)
+    service = Service(run=settings.run, job=settings.job, succeeds=arguments.succeeds)
+    snapshots = load(FINDERS["snapshots"])(service, arguments) if settings.snapshots else contextlib.nullcontext()
     try:
         kind = registry.kind_of(settings.transport)
         name = arguments.key.rpartition("/")[2][:12]
@@ -122,7 +118,7 @@ def run_server(argv: list[str] | None = None) -> int:
         rendezvous.put(arguments.key, {**reach, "pid": os.getpid()})
     lease = _Lease()
     threading.Thread(target=_listen, args=(service, lease), name="lightning_asgd.exits", daemon=True).start()
-    with _writer(service, snapshots, settings) as writer:
+    with snapshots as writer:
         looked = looked_for_gone = time.monotonic()
         shut, heard = False, 0
         while not stopped and not shut and not lease.over and os.getppid() == arguments.parent:
@@ -137,7 +133,7 @@ def run_server(argv: list[str] | None = None) -> int:
                 _guarded(lambda: _report_gone(service))
             if time.monotonic() > looked + _LOOK_S:
                 looked = time.monotonic()
-                shut = not server.answers() or (not server.accepts() and service.state.replaceable)
+                shut = not server.answers() or (not server.accepts() and service.replaceable)
         if (settings.moves and not shut) or lease.over:  # as if it was killed: others may serve in its place
             time.sleep(_TICK_S if stopped else 0.0)  # the last answers of a job that ends
             os._exit(0 if stopped else 1)
@@ -181,7 +177,7 @@ def _report_gone(service: Service) -> None:
 def _log_events(service: Service, heard: int) -> int:
     """Log what has happened in a run since ``heard`` events, on its first server; returns their number now."""
     session = service.session
-    if session is None or session.members.index or not service.state.registry.name or QUIET_ENV in os.environ:
+    if session is None or session.members.index or not service.state.run or QUIET_ENV in os.environ:
         return heard
     events = session.members.events_after(heard)
     for event in events:
@@ -211,24 +207,6 @@ def allow_many_connections() -> None:
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _writer(
-    service: Service, snapshots: Snapshots | None, settings: ServerSettings
-) -> contextlib.AbstractContextManager[SnapshotWriter | None]:
-    """Writes snapshots, and a last one of a run at its end: those of a job are for its own servers only."""
-    if snapshots is None:
-        return contextlib.nullcontext()
-
-    def complain(what: str) -> None:
-        service.tell(what)
-        if service.state.index:  # else it is logged as an event
-            log.warning(what)
-
-    writer = SnapshotWriter(service.snapshot, snapshots, settings.snapshot_every_s, complain, at_end=bool(settings.run))
-    if settings.keeps:
-        service.snapshot_report = writer.report
-    return writer
 
 
 class _Lease:

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asgd.core.foundation.errors import ProtocolError, WorkerLostError
-from lightning_asgd.core.protocol import (
-    Epoch,
-    Heartbeat,
-    HeartbeatReply,
-    InitShard,
-    Join,
-    Joined,
-    Ranks,
-    ShardState,
-    WorkerMetrics,
-)
+from lightning_asgd.core.protocol.collective import Ranks
+from lightning_asgd.core.protocol.session import Heartbeat, HeartbeatReply, Join, Joined, WorkerMetrics
+from lightning_asgd.core.protocol.update import InitShard, ShardState
 from lightning_asgd.core.server.collective_table import CollectiveTable
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.core.server.shard import Shard
 from lightning_asgd.core.server.update_buffers import Buffers
-from lightning_asgd.recovery.messages import ReplicaState
-from lightning_asgd.recovery.shard_copy import ShardCopy
-from lightning_asgd.recovery.snapshot_store import Snapshot
-from lightning_asgd.recovery.state_recovery import StateRecovery
 
 
 @dataclass
@@ -162,32 +150,3 @@ class SessionState:
     def close(self) -> None:
         """Release the memory of its exchanges."""
         self.buffers.clear()
-
-    def snapshot(self, metadata: Mapping[str, Any], epochs: tuple[Epoch, ...]) -> tuple[Snapshot, list[ShardCopy]]:
-        """What is to be written down of the session, once the copies that are returned too are done."""
-        members = self.members
-        shards = {fragment: shard.snapshot() for fragment, shard in self.shards.items()}
-        about = members.session, members.index, members.policy, members.admitted
-        kept = {fragment: kept for fragment, (kept, _) in shards.items()}
-        return Snapshot(*about, dict(metadata), epochs, kept), [copy for _, copy in shards.values()]
-
-    def restore_from_snapshot(self, snapshot: Snapshot, now: float) -> None:
-        """Continue from a snapshot, without the workers."""
-        self.members.restore(now, admitted=snapshot.admitted)
-        self.members.publish(f"Server {snapshot.server} continues from its snapshot, version {snapshot.version}.")
-        self.shards = {n: Shard.restore_from_snapshot(kept, comes_and_goes=True) for n, kept in snapshot.shards.items()}
-
-    def resume(self, newest: Sequence[ReplicaState], recovery: StateRecovery, snapshot: Snapshot | None) -> None:
-        """Take the newest state that workers report, and the algorithm's, which none of them holds, from a snapshot."""
-        members = self.members
-        kept = snapshot.shards if snapshot is not None and snapshot.run == members.session else {}
-        for fragment, shard in self.shards.items():
-            before = kept.get(fragment)
-            if before is not None and (before["groups"], before["algorithm"]) == (shard.groups, shard.algorithm):
-                self.shards[fragment] = Shard.restore_from_snapshot(before, comes_and_goes=self.members.elastic)
-        if not kept and any(shard.algorithm.keeps_state for shard in self.shards.values()):
-            members.publish(f"Server {members.index} had no snapshot: its algorithm's state there starts from zero.")
-        for state in newest:
-            self.shards[state.fragment].resume(state.weights or (), state.version, state.pushes)
-        members.resume(recovery.incarnations, recovery.stale)
-        self.collectives.resume(recovery.answered)

@@ -27,9 +27,8 @@ from lightning_asgd.core.foundation.layout import Groups, check_form, dense
 from lightning_asgd.core.foundation.numerics import MAX_UPDATE, is_small_enough
 from lightning_asgd.core.foundation.stats import Verdict
 from lightning_asgd.core.protocol import Exchange, Reply
-from lightning_asgd.core.server.group_rules import GroupRules, Tensors
+from lightning_asgd.core.server.group_rules import GroupRules, PiecewiseCopy, Tensors
 from lightning_asgd.core.server.pending_replies import Completion
-from lightning_asgd.recovery.shard_copy import ShardCopy
 from lightning_asgd.tables.rows.server import Tables
 
 REFUSED_IN_A_ROW = 20
@@ -83,7 +82,7 @@ class Shard:
     _tables: Tables | None = None  # the last groups
     _largest: GroupRules | None = None  # of them
     _backups: dict[int, list[Tensor]] = field(default_factory=dict)  # per worker
-    _copy: ShardCopy | None = None  # for the latest snapshot
+    _copy: PiecewiseCopy | None = None  # for the latest snapshot
     _gain: float = 0.0  # of the latest update
     _lr: float = 0.0  # sums over the aggregated pushes
     _steps: int = 0
@@ -137,10 +136,10 @@ class Shard:
         for rules in self._rules:
             rules.replaced()
 
-    def snapshot(self) -> tuple[dict[str, Any], ShardCopy]:
+    def snapshot(self, copy: PiecewiseCopy) -> dict[str, Any]:
         """Everything but the workers' own state, as plain values; its vectors are filled as the copy proceeds."""
         self._finish_copy()
-        copy = self._copy = ShardCopy()
+        self._copy = copy
         return {
             "groups": self.groups,
             "tensors": self.tensors,
@@ -152,7 +151,7 @@ class Shard:
             "pending": [copy.of(i, rules.pending) for i, rules in enumerate(self._rules)],
             "gathered": (self.table.count, self._lr, self._steps, self._weights, self._first),
             "samples": list(self.samples),  # never changed
-        }, copy
+        }
 
     @classmethod
     def restore_from_snapshot(cls, kept: Mapping[str, Any], *, comes_and_goes: bool = False) -> Shard:

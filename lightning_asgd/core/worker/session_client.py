@@ -17,7 +17,8 @@ from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ProtocolError, WorkerLostError
 from lightning_asgd.core.foundation.process_name import machine_and_pid, this_process
-from lightning_asgd.core.protocol import (
+from lightning_asgd.core.protocol.collective import Pickled
+from lightning_asgd.core.protocol.session import (
     Attach,
     Attached,
     Failure,
@@ -26,7 +27,6 @@ from lightning_asgd.core.protocol import (
     Join,
     Joined,
     Leave,
-    Pickled,
     Policy,
     RunMetadata,
     WorkerMetrics,

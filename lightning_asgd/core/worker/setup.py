@@ -21,12 +21,7 @@ from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.worker.collectives import Collectives
 from lightning_asgd.core.worker.connection import Connection
 from lightning_asgd.core.worker.exchanger import Exchanger
-from lightning_asgd.core.worker.module_state import (
-    digest_of,
-    fixed_tensors,
-    make_identical,
-    persistent_buffers,
-)
+from lightning_asgd.core.worker.module_state import digest_of, fixed_tensors, make_identical, persistent_buffers
 from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.replica_kinds import replica_for
 from lightning_asgd.core.worker.replica_spans import Place, places_of

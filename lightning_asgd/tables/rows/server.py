@@ -18,8 +18,7 @@ from lightning_asgd.core.algorithms.base import Algorithm, Push, Transform
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.numerics import is_small_enough
 from lightning_asgd.core.protocol import Exchange, Rows
-from lightning_asgd.core.server.group_rules import Before, GroupRules
-from lightning_asgd.recovery.shard_copy import CHUNK
+from lightning_asgd.core.server.group_rules import CHUNK, Before, GroupRules
 
 _DIGITS = 19  # of a time, which any worker may have sent
 
