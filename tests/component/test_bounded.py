@@ -12,20 +12,9 @@ import torch
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.core.foundation.layout import Role
-from lightning_asgd.core.protocol import (
-    Attach,
-    DisconnectWatch,
-    Epoch,
-    Exchange,
-    Failure,
-    Heartbeat,
-    InitShard,
-    LeaseRequest,
-    Leave,
-    OpenEpoch,
-    Policy,
-    RunMetadata,
-)
+from lightning_asgd.core.protocol.lease import Epoch, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.session import Attach, DisconnectWatch, Failure, Heartbeat, Leave, Policy, RunMetadata
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)

@@ -14,17 +14,9 @@ from lightning_asgd.core.foundation import errors
 from lightning_asgd.core.foundation.errors import ASGDError, CollectiveTimeoutError, ServerLostError
 from lightning_asgd.core.foundation.layout import build_layout
 from lightning_asgd.core.foundation.stats import Verdict
-from lightning_asgd.core.protocol import (
-    Contribution,
-    Exchange,
-    Failure,
-    HeartbeatReply,
-    InitShard,
-    Join,
-    Joined,
-    Leave,
-    Reply,
-)
+from lightning_asgd.core.protocol.collective import Contribution
+from lightning_asgd.core.protocol.session import Failure, HeartbeatReply, Join, Joined, Leave
+from lightning_asgd.core.protocol.update import Exchange, InitShard, Reply
 from lightning_asgd.core.worker import collectives as collectives_module
 from lightning_asgd.core.worker import connection as connection_module
 from lightning_asgd.core.worker.collectives import Collectives

@@ -24,20 +24,10 @@ import torch
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.foundation.stats import Verdict
-from lightning_asgd.core.protocol import (
-    Epoch,
-    Exchange,
-    Failure,
-    Heartbeat,
-    InitShard,
-    Join,
-    Joined,
-    LeaseRequest,
-    Leave,
-    Policy,
-    Reply,
-    Request,
-)
+from lightning_asgd.core.protocol.lease import Epoch, LeaseRequest
+from lightning_asgd.core.protocol.request import Request
+from lightning_asgd.core.protocol.session import Failure, Heartbeat, Join, Joined, Leave, Policy
+from lightning_asgd.core.protocol.update import Exchange, InitShard, Reply
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.server.shard import Shard

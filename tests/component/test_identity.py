@@ -14,19 +14,11 @@ import torch
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.foundation.process_name import machine_and_pid, this_process
-from lightning_asgd.core.protocol import (
-    Contribution,
-    Epoch,
-    Exchange,
-    Failure,
-    Heartbeat,
-    InitShard,
-    Join,
-    Leave,
-    OpenEpoch,
-    Policy,
-    Request,
-)
+from lightning_asgd.core.protocol.collective import Contribution
+from lightning_asgd.core.protocol.lease import Epoch, OpenEpoch
+from lightning_asgd.core.protocol.request import Request
+from lightning_asgd.core.protocol.session import Failure, Heartbeat, Join, Leave, Policy
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server.service import Service
 
 GROUPS = ((Role.PARAMETER, "float32", 2),)

@@ -14,17 +14,9 @@ import torch
 from lightning_asgd.algorithms import Downpour
 from lightning_asgd.core.foundation.errors import SnapshotError
 from lightning_asgd.core.foundation.layout import Role
-from lightning_asgd.core.protocol import (
-    PROTOCOL,
-    Attach,
-    Epoch,
-    Exchange,
-    InitShard,
-    Join,
-    OpenEpoch,
-    Policy,
-    RunMetadata,
-)
+from lightning_asgd.core.protocol.lease import Epoch, OpenEpoch
+from lightning_asgd.core.protocol.session import PROTOCOL, Attach, Join, Policy, RunMetadata
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.recovery.server import recovery_of
 from lightning_asgd.recovery.snapshot_store import Snapshots

@@ -18,23 +18,11 @@ from lightning_asgd.core.calls.inprocess import InProcessTransport
 from lightning_asgd.core.foundation.errors import LaunchError
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.foundation.process_name import is_gone, machine_and_pid, pid_of, this_process
-from lightning_asgd.core.protocol import (
-    Contribution,
-    Epoch,
-    Exchange,
-    Failure,
-    Heartbeat,
-    InitShard,
-    Join,
-    Joined,
-    LeaseGrant,
-    LeaseRequest,
-    Leave,
-    OpenEpoch,
-    Policy,
-    RankHeld,
-    Request,
-)
+from lightning_asgd.core.protocol.collective import Contribution
+from lightning_asgd.core.protocol.lease import Epoch, LeaseGrant, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.request import Request
+from lightning_asgd.core.protocol.session import Failure, Heartbeat, Join, Joined, Leave, Policy, RankHeld
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server import process as server_process
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.connection import Connection

@@ -21,24 +21,19 @@ from lightning_asgd.core.foundation.process_name import this_process
 from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.table import Leases
-from lightning_asgd.core.protocol import (
-    UNKNOWN,
+from lightning_asgd.core.protocol.lease import UNKNOWN, Epoch, LeaseGrant, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.session import (
     Attach,
     Attached,
-    Epoch,
-    Exchange,
     Failure,
     Heartbeat,
-    InitShard,
     Join,
-    LeaseGrant,
-    LeaseRequest,
     Leave,
-    OpenEpoch,
     Policy,
     RunMetadata,
     WorkerMetrics,
 )
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.core.worker.collectives import Collectives

@@ -16,24 +16,19 @@ from lightning_asgd.core.calls import shared_memory
 from lightning_asgd.core.foundation.errors import ProtocolError
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.foundation.stats import Verdict
-from lightning_asgd.core.protocol import (
+from lightning_asgd.core.protocol.collective import Contribution
+from lightning_asgd.core.protocol.lease import Epoch, LeaseHoldings, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.session import (
     PROTOCOL,
-    Contribution,
-    Epoch,
-    Exchange,
     Failure,
     Heartbeat,
-    InitShard,
     Join,
     Joined,
-    LeaseHoldings,
-    LeaseRequest,
     Leave,
-    OpenEpoch,
     Policy,
-    Reply,
     WorkerMetrics,
 )
+from lightning_asgd.core.protocol.update import Exchange, InitShard, Reply
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.recovery.messages import ReplayDone, ReplicaState, StateReport
 from tests.helpers.cluster import summary

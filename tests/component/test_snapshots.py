@@ -34,45 +34,19 @@ from lightning_asgd.algorithms import (
 from lightning_asgd.core.foundation.errors import SnapshotError
 from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.foundation.stats import Verdict
-from lightning_asgd.core.protocol import (
-    Attach,
-    Attached,
-    Epoch,
-    Exchange,
-    Failure,
-    Heartbeat,
-    InitShard,
-    Join,
-    LeaseRequest,
-    Leave,
-    OpenEpoch,
-    Policy,
-    RunMetadata,
-)
+from lightning_asgd.core.protocol.lease import Epoch, LeaseRequest, OpenEpoch
+from lightning_asgd.core.protocol.session import Attach, Failure, Heartbeat, Join, Leave, Policy, RunMetadata
+from lightning_asgd.core.protocol.update import Exchange, InitShard
 from lightning_asgd.core.server.service import Service
 from lightning_asgd.elastic.messages import StatusRequest
 from lightning_asgd.recovery.messages import ReplicaState, StateReport
 from lightning_asgd.recovery.server import recovery_of
 from lightning_asgd.recovery.snapshot_store import Snapshot, Snapshots, SnapshotWriter
 from tests.component.test_membership import UNITS as UNITS_OF_WORLD
-from tests.component.test_runs import EPOCHS, RunWorld
+from tests.component.test_runs import EPOCHS, GROUPS, Clock, RunWorld, come
 from tests.helpers.cluster import summary
 
-GROUPS = ((Role.PARAMETER, "float32", 3),)
 UNITS = 12
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def come(service: Service) -> Attached:
-    answer = service.handle(Attach("s", "here", Policy(10.0)))
-    assert isinstance(answer, Attached)
-    return answer
 
 
 def founded(algorithm: Algorithm | None = None) -> Service:

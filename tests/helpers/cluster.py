@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_asgd.algorithms import ASGD
+from lightning_asgd.core.algorithms.asgd import ASGD
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.calls import shared_memory
 from lightning_asgd.core.calls.inprocess import InProcessTransport
