@@ -1,4 +1,19 @@
-"""Fewer bytes per exchange: lossy codecs for vectors. The caller keeps what a codec loses (``streams.py``)."""
+"""Fewer bytes per exchange: lossy codecs for vectors. The caller keeps what a codec loses (``streams.py``).
+
+A worker on another machine encodes its pushes (``compression/``, ``compression/streams.py``), keeps what the code
+loses, and adds it to its next update (error feedback). The server sends weights in 16 bits, or encoded differences from
+what it sent this worker before.
+
+At sync points all workers of a job must hold the same bits. So server and workers keep the weights of the last sync
+point, named by their digest. The server sends the coded difference since then, and continues from the decoded result
+(``streams.SyncPointCodec``), as do workers without compression. A worker that names older weights is sent the new ones
+whole. Elastic runs have no common sync points, and send weights whole.
+
+With ``compression="auto"`` each worker measures its link by ``LinkProbe`` messages and times each code
+(``link_probe.py``). It takes the code for which latency + values * (seconds of coding + bytes up / speed up + bytes
+down / speed down) is least, where a code that loses more has to save a tenth. Whether a lost server can be restored is
+decided before the choice, so ``"auto"`` counts as compression there.
+"""
 
 from __future__ import annotations
 

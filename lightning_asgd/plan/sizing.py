@@ -128,7 +128,7 @@ __all__ = [
     "worker_memory_bytes",
 ]
 
-WORKER_VECTORS = 3  # base, wire, and what was fetched last: docs/architecture.md, "Memory"
+WORKER_VECTORS = 3  # base, wire, and what was fetched last: "Memory" in core/worker/__init__.py
 STAGED_BYTES = 1 << 26  # on the device with offload, at most
 _CLAIM_S = 0.5  # of work at most in a lease: `core/leases/self_scheduling.py`
 _BEATS = 5  # in a failure timeout: `core/worker/session_client.py`

@@ -2,6 +2,11 @@
 
 :class:`ASGDTrainer` runs a training function on workers that Ray may start, restart, add and remove at any time.
 :class:`ASGDConfig` is for Ray Train's own ``TorchTrainer``. Both need ``pip install '.[ray]'``.
+
+A run of ``ASGDTrainer`` (``ray/trainer.py``) is an elastic run whose processes are actors. The driver hosts the
+rendezvous. Each ``ServerActor`` supervises one server process. Ray restarts an actor whose node is lost; the server
+publishes itself as successor, and the workers restore its state. They wait for it without end, because the driver ends
+the run if Ray gives a server up. A restarted ``WorkerActor`` joins as a new worker.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """Whole runs in virtual time, in one thread: the same servers, workers and algorithms, without processes.
 
+These are the same ``Service``, ``Shard``, ``SessionClient``, ``Exchanger`` and ``Replica``, real tensors and
+optimizers. The same settings and seed give the same bits. What could block is a generator that stops where a worker
+would wait. Not modelled: shared memory, processes that compete for cores, the start of a session. A server is busy with
+a message for as long as ``ServerCosts`` say (``simulation/measured_costs.py``).
+
 Example:
     >>> from lightning_asgd.simulation import LogNormal, Quadratic, Simulation
     >>> report = Simulation(problem=Quadratic(), workers=8, steps=50, speed=LogNormal(0.1, 0.3)).run()
