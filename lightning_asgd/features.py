@@ -58,10 +58,11 @@ SYNCHRONIZERS = {
 FINDERS = {
     "algorithm": "algorithms:find",
     "compression": "compression:find_compression",
+    "leases of shards": "streams.server:StreamLeases",
     "snapshots": "recovery.server:writer_of",
     "measured code": "compression.link_probe:measured_code",
 }
-"""What a user's setting means."""
+"""What a setting or a message needs, by the name under which the core asks for it."""
 
 STORES = {"zmq": "transports.zmq.store:reach"}
 """How to reach a rendezvous that is not torch's."""

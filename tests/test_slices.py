@@ -18,13 +18,13 @@ from tests.test_architecture import FILES, TREES, imported_modules
 DEBTS = Path(__file__).parent / "data" / "debts.txt"
 # What is above its goal today. The goals are in tests/house.py.
 FIGURES: dict[str, int] = {
-    "imports of features by the core": 62,
+    "imports of features by the core": 59,
     "code lines of the core": 13952,
     "code lines of the largest feature": 2008,
     "code lines of the library": 35226,
     "files of the library": 336,
-    "modules that ASGDStrategy loads": 225,
-    "modules that a server loads": 73,
+    "modules that ASGDStrategy loads": 224,
+    "modules that a server loads": 71,
     "branches of 6 central files": 300,
     "lines of a class": 411,
     "methods of a class": 42,
@@ -33,9 +33,9 @@ FIGURES: dict[str, int] = {
     "fields of Exchange": 21,
     "fields of Reply": 14,
     "fields of LeaseRequest": 17,
-    "Any in signatures of the core": 599,
+    "Any in signatures of the core": 597,
     "type: ignore": 79,
-    "lines of the tests": 55801,
+    "lines of the tests": 55755,
     "files of the benchmarks": 120,
     "lines of the benchmarks": 23997,
 }

@@ -8,14 +8,14 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_asgd.core.leases.client import DataLeases
-from lightning_asgd.core.leases.plan import ParallelPlan, Plan, StreamPlan
+from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.sampler import LeasedSteps, digest
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.streams.find import batch_of, collate_of, drops_last, loader_of
 from lightning_asgd.streams.loader_processes import LoaderProcesses, same
-from lightning_asgd.streams.parallel_reader import ParallelReader
+from lightning_asgd.streams.parallel_reader import ParallelPlan, ParallelReader
 from lightning_asgd.streams.sharded_data import ShardedData
-from lightning_asgd.streams.stream_reader import StreamReader
+from lightning_asgd.streams.stream_reader import StreamPlan, StreamReader
 
 
 class LeasedStream:

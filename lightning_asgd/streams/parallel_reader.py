@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_asgd.core.foundation.ranges import without
+from lightning_asgd.core.leases.plan import Ended, LeasedBatch, ReadingPlan
 from lightning_asgd.streams.step_maker import MadeStep, StepOrder
 
 
@@ -205,3 +206,59 @@ def _split(ranges: Sequence[tuple[int, int]], count: int) -> tuple[list[tuple[in
         first += [(a, cut)] if a < cut else []
         others += [(cut, b)] if cut < b else []
     return first, others
+
+
+@dataclass(frozen=True)
+class ParallelPlan(ReadingPlan):
+    """One epoch on a worker whose loader processes read shards."""
+
+    reader: ParallelReader = field(kw_only=True)
+    ahead: int = field(kw_only=True)  # steps that are made in advance
+
+    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
+        """None yet: they are to be made."""
+        self.reader.add(first, last, self.step, self.batch, drop_last=self.drop_last)
+        return iter(())
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there is a step to train."""
+        return self.reader.has_step
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether a process has too little to do."""
+        return self.reader.steps < self.ahead
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What a request says of the units that suit this worker."""
+        return {"size": self.step, "begun": self.reader.begun, "places": self.reader.places}
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether a process has too little to do."""
+        return self.wants_more
+
+    def fill(self, *, last: bool) -> int | None:
+        """Wait for a step; see :meth:`ParallelReader.fill`."""
+        found = self.reader.fill(last=last)
+        if last and found is None and self.reader.steps <= 1:
+            small = 2 * self.reader.begun < self.step and not self.drop_last
+            if not (small and self.reader.join_rest(self.step, self.batch)):
+                self.reader.ask(self.batch, drop_last=self.drop_last)
+            found = self.reader.fill(last=True)
+        return found
+
+    def end(self, number: int) -> Ended:
+        """Forget what was granted of a shard from a number on."""
+        return Ended(number, *self.reader.end(number))
+
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """See :meth:`ReadingPlan.next_steps`."""
+        made, units, left_out = self.reader.take()
+        left = range(len(made) - 1, -1, -1)
+        batches = [LeasedBatch(batch, first, units, n) for batch, n in zip(made, left, strict=True)]
+        if void and not batches:
+            batches = [LeasedBatch(batch, first, 1, 0, void=True) for batch in self.reader.any(self.batch or 1)]
+        return batches, left_out

@@ -184,8 +184,3 @@ class StreamLeases(Leases):
         """No unit: a worker has samples of its own for a dummy batch."""
         over = request.wait and self._over(request.segment)
         return replace(self._grant(worker, (), now, over=over, final=True), halted=over and self._halted)
-
-
-def leases_of(epoch: Epoch, *, all_train: bool = True, before: Leases | None = None, now: float = 0.0) -> Leases:
-    """The leases of an epoch, with shards or without; the arguments are those of :class:`Leases`."""
-    return (StreamLeases if epoch.shards else Leases)(epoch, all_train=all_train, before=before, now=now)

@@ -6,13 +6,16 @@ out. So every worker must get the same samples from a shard, in the same order.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import Any
 
 from lightning_asgd.core.foundation.ranges import without
+from lightning_asgd.core.leases.plan import Ended, LeasedBatch, ReadingPlan, even_parts
 
 _NEVER = 1 << 62  # a position behind all others: the shard is opened again
 _OPEN = 4  # shards at a time: one, and near the end of an epoch those that other workers read too
@@ -168,3 +171,61 @@ def _finish(samples: Any) -> None:
     """Close an iterator, if it is a generator."""
     if hasattr(samples, "close"):
         samples.close()
+
+
+@dataclass(frozen=True)
+class StreamPlan(ReadingPlan):
+    """One epoch on a worker that reads shards in its own process."""
+
+    reader: StreamReader = field(kw_only=True)
+
+    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
+        """None yet: the units are to be read."""
+        self.reader.add(first, last)
+        return iter(())
+
+    @property
+    def has_step(self) -> bool:
+        """Whether there are samples for a step, and for half of the next one, or none."""
+        samples = len(self.reader.samples)
+        return samples == self.step or samples >= self._ahead
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether more samples are to be read: there are too few for a step and half of the next one."""
+        return len(self.reader.samples) < self._ahead
+
+    @property
+    def _ahead(self) -> int:
+        return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What a request says of the units that suit this worker."""
+        return {"size": self.step, "begun": self.reader.left % self.step, "places": (self.reader.place,)}
+
+    @property
+    def runs_low(self) -> bool:
+        """Whether there are too few units for two steps."""
+        return self.reader.left < 2 * self.step
+
+    def fill(self, *, last: bool) -> int | None:
+        """Read the samples of a step, and more; see :meth:`StreamReader.fill`."""
+        return self.reader.fill(self._ahead, math.ceil(self.step / 2))
+
+    def end(self, number: int) -> Ended:
+        """Forget what was granted of a shard from a number on."""
+        return Ended(number, self.reader.end(number))
+
+    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
+        """See :meth:`ReadingPlan.next_steps`."""
+        samples, size = self.reader.take(self._ahead if last and self.wants_more else self.step), self.batch or 1
+        left_out = len(samples) % size if self.drop_last else 0
+        kept = len(samples) - left_out
+        steps = even_parts(0, kept, self.step)
+        if self.drop_last:  # equal parts would not be full batches
+            steps = [(begin, min(begin + self.step, kept)) for begin in range(0, kept, self.step)]
+        batches = [batch for begin, end in steps for batch in self._cut(samples[begin:end], first + begin)]
+        if void and not batches:
+            batches = [replace(each, void=True) for each in self._cut(self.reader.any(size), first)]
+        return batches, left_out

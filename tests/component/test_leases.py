@@ -25,7 +25,7 @@ from lightning_asgd.core.leases.sampler import in_common_order
 from lightning_asgd.core.leases.table import Leases, check_epoch
 from lightning_asgd.core.protocol import Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.core.worker.session_client import Members
-from lightning_asgd.streams.server import leases_of
+from lightning_asgd.streams.server import StreamLeases
 
 
 def units(grant: LeaseGrant) -> int:
@@ -325,7 +325,7 @@ def test_who_comes_when_others_hold_all_that_is_left_trains_a_batch_in_vain() ->
 @pytest.mark.parametrize("shards", [(), (1, 2)], ids=["samples", "shards"])
 def test_an_interval_of_a_run_is_over_once_all_servers_have_its_updates(shards: tuple[int, ...]) -> None:
     """There is no sync point, where workers would wait for each other's pushes to the other servers."""
-    leases = leases_of(Epoch("0", 2, (2,), shards=shards), all_train=False)
+    leases = (StreamLeases if shards else Leases)(Epoch("0", 2, (2,), shards=shards), all_train=False)
     leases.update_members({0, 1}, 0.0)
     for worker in (0, 1):
         ((_, grant),) = leases.serve(LeaseRequest("s", worker, "0", 0, 0, 0, 0.1), 0.0)

@@ -20,14 +20,15 @@ from torch.futures import Future
 from lightning_asgd.core.foundation.errors import ProtocolError, WorkerAwayError
 from lightning_asgd.core.foundation.ranges import without
 from lightning_asgd.core.leases.client import DataLeases
-from lightning_asgd.core.leases.plan import ParallelPlan, ReadingPlan, StreamPlan
+from lightning_asgd.core.leases.plan import ReadingPlan
+from lightning_asgd.core.leases.table import Leases
 from lightning_asgd.core.protocol import UNKNOWN, Epoch, LeaseGrant, LeaseHoldings, LeaseRequest, OpenEpoch
 from lightning_asgd.core.server.pending_replies import Completion
 from lightning_asgd.core.worker.session_client import Members
-from lightning_asgd.streams.parallel_reader import ParallelReader
-from lightning_asgd.streams.server import StreamLeases, leases_of
+from lightning_asgd.streams.parallel_reader import ParallelPlan, ParallelReader
+from lightning_asgd.streams.server import StreamLeases
 from lightning_asgd.streams.step_maker import MadeStep, StepMaker, StepOrder
-from lightning_asgd.streams.stream_reader import StreamReader
+from lightning_asgd.streams.stream_reader import StreamPlan, StreamReader
 
 KEY = "fit/0"
 
@@ -585,7 +586,7 @@ def test_a_shard_is_read_by_one_process_until_no_other_is_left(processes: int) -
 
 def test_a_worker_may_end_only_a_shard_that_it_reads() -> None:
     epoch = Epoch(KEY, 2 * UNKNOWN, (2 * UNKNOWN,), b"", (), 4, (UNKNOWN, 2 * UNKNOWN))
-    leases = leases_of(epoch)
+    leases = StreamLeases(epoch)
     leases.update_members((0, 1), 0.0)
     (first,) = leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, size=4), 0.0)
     assert first.reply.ranges == ((0, 4),)
@@ -599,7 +600,7 @@ def test_a_worker_may_end_only_a_shard_that_it_reads() -> None:
 
 
 def test_processes_are_granted_steps_in_turn_and_what_is_returned_is_granted_again() -> None:
-    leases = leases_of(Epoch(KEY, 3 * UNKNOWN, (3 * UNKNOWN,), b"", (), 4, (UNKNOWN, 2 * UNKNOWN, 3 * UNKNOWN)))
+    leases = StreamLeases(Epoch(KEY, 3 * UNKNOWN, (3 * UNKNOWN,), b"", (), 4, (UNKNOWN, 2 * UNKNOWN, 3 * UNKNOWN)))
     leases.update_members((0,), 0.0)
 
     def granted(**options: Any) -> tuple[tuple[int, int], ...]:
@@ -624,7 +625,7 @@ def test_what_is_given_back_is_read_again_in_its_place() -> None:
 
 
 def test_an_epoch_without_shards_has_no_ends_of_shards() -> None:
-    leases = leases_of(Epoch(KEY, 8, (8,)))
+    leases = Leases(Epoch(KEY, 8, (8,)))
     leases.update_members((0,), 0.0)
     with pytest.raises(ProtocolError, match="has none"):
         leases.serve(LeaseRequest("s", 0, KEY, 0, 0, 0, 0.0, ended=(3,)), 0.0)

@@ -16,7 +16,7 @@ from lightning_asgd.core.leases.table import Leases, check_epoch
 from lightning_asgd.core.protocol import Epoch, LeaseHoldings
 from lightning_asgd.core.server.membership import Membership
 from lightning_asgd.core.server.pending_replies import Completion
-from lightning_asgd.streams.server import leases_of
+from lightning_asgd.features import FINDERS, load
 
 Ranges = tuple[tuple[int, int], ...]
 """Units of an epoch, from the first of each range to one before its last."""
@@ -147,4 +147,5 @@ class Epochs:
         for number in older[: max(0, len(self._known) + 1 - _KEPT)]:
             del self._known[number]
         self._fresh.add(epoch.number)
-        self._known[epoch.number] = leases_of(epoch, all_train=self._all_train, before=before, now=now)
+        kind: type[Leases] = load(FINDERS["leases of shards"]) if epoch.shards else Leases
+        self._known[epoch.number] = kind(epoch, all_train=self._all_train, before=before, now=now)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_asgd.core.protocol import Epoch
-from lightning_asgd.streams.parallel_reader import ParallelReader
-from lightning_asgd.streams.stream_reader import StreamReader
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Plan:
 
     def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
         """A range of units as this worker trains it: in full steps, or in nearly equal ones."""
-        for begin, end in _even(first, last, self.step):
+        for begin, end in even_parts(first, last, self.step):
             yield from self._cut(self.items[begin:end], begin)
 
     unread = 0
@@ -72,7 +70,7 @@ class Plan:
 
     def _cut(self, items: Sequence[Any], first: int) -> Iterator[LeasedBatch]:
         """The batches of one step; ``first`` is the number of its first unit."""
-        ranges = _even(0, len(items), self.batch or 1)
+        ranges = even_parts(0, len(items), self.batch or 1)
         for left, (a, b) in zip(range(len(ranges) - 1, -1, -1), ranges, strict=True):
             samples = items[a] if self.batch is None else list(items[a:b])
             yield LeasedBatch(samples, first, len(items), left)
@@ -128,121 +126,7 @@ class ReadingPlan(Plan):
         self.reader.close()
 
 
-@dataclass(frozen=True)
-class StreamPlan(ReadingPlan):
-    """One epoch on a worker that reads shards in its own process."""
-
-    reader: StreamReader = field(kw_only=True)
-
-    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
-        """None yet: the units are to be read."""
-        self.reader.add(first, last)
-        return iter(())
-
-    @property
-    def has_step(self) -> bool:
-        """Whether there are samples for a step, and for half of the next one, or none."""
-        samples = len(self.reader.samples)
-        return samples == self.step or samples >= self._ahead
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether more samples are to be read: there are too few for a step and half of the next one."""
-        return len(self.reader.samples) < self._ahead
-
-    @property
-    def _ahead(self) -> int:
-        return self.step + math.ceil(self.step / 2)  # a smaller rest is trained in equal parts with the step before
-
-    @property
-    def wishes(self) -> dict[str, Any]:
-        """What a request says of the units that suit this worker."""
-        return {"size": self.step, "begun": self.reader.left % self.step, "places": (self.reader.place,)}
-
-    @property
-    def runs_low(self) -> bool:
-        """Whether there are too few units for two steps."""
-        return self.reader.left < 2 * self.step
-
-    def fill(self, *, last: bool) -> int | None:
-        """Read the samples of a step, and more; see :meth:`StreamReader.fill`."""
-        return self.reader.fill(self._ahead, math.ceil(self.step / 2))
-
-    def end(self, number: int) -> Ended:
-        """Forget what was granted of a shard from a number on."""
-        return Ended(number, self.reader.end(number))
-
-    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
-        """See :meth:`ReadingPlan.next_steps`."""
-        samples, size = self.reader.take(self._ahead if last and self.wants_more else self.step), self.batch or 1
-        left_out = len(samples) % size if self.drop_last else 0
-        kept = len(samples) - left_out
-        steps = _even(0, kept, self.step)
-        if self.drop_last:  # equal parts would not be full batches
-            steps = [(begin, min(begin + self.step, kept)) for begin in range(0, kept, self.step)]
-        batches = [batch for begin, end in steps for batch in self._cut(samples[begin:end], first + begin)]
-        if void and not batches:
-            batches = [replace(each, void=True) for each in self._cut(self.reader.any(size), first)]
-        return batches, left_out
-
-
-@dataclass(frozen=True)
-class ParallelPlan(ReadingPlan):
-    """One epoch on a worker whose loader processes read shards."""
-
-    reader: ParallelReader = field(kw_only=True)
-    ahead: int = field(kw_only=True)  # steps that are made in advance
-
-    def batches(self, first: int, last: int) -> Iterator[LeasedBatch]:
-        """None yet: they are to be made."""
-        self.reader.add(first, last, self.step, self.batch, drop_last=self.drop_last)
-        return iter(())
-
-    @property
-    def has_step(self) -> bool:
-        """Whether there is a step to train."""
-        return self.reader.has_step
-
-    @property
-    def wants_more(self) -> bool:
-        """Whether a process has too little to do."""
-        return self.reader.steps < self.ahead
-
-    @property
-    def wishes(self) -> dict[str, Any]:
-        """What a request says of the units that suit this worker."""
-        return {"size": self.step, "begun": self.reader.begun, "places": self.reader.places}
-
-    @property
-    def runs_low(self) -> bool:
-        """Whether a process has too little to do."""
-        return self.wants_more
-
-    def fill(self, *, last: bool) -> int | None:
-        """Wait for a step; see :meth:`ParallelReader.fill`."""
-        found = self.reader.fill(last=last)
-        if last and found is None and self.reader.steps <= 1:
-            small = 2 * self.reader.begun < self.step and not self.drop_last
-            if not (small and self.reader.join_rest(self.step, self.batch)):
-                self.reader.ask(self.batch, drop_last=self.drop_last)
-            found = self.reader.fill(last=True)
-        return found
-
-    def end(self, number: int) -> Ended:
-        """Forget what was granted of a shard from a number on."""
-        return Ended(number, *self.reader.end(number))
-
-    def next_steps(self, first: int, *, last: bool, void: bool) -> tuple[list[LeasedBatch], int]:
-        """See :meth:`ReadingPlan.next_steps`."""
-        made, units, left_out = self.reader.take()
-        left = range(len(made) - 1, -1, -1)
-        batches = [LeasedBatch(batch, first, units, n) for batch, n in zip(made, left, strict=True)]
-        if void and not batches:
-            batches = [LeasedBatch(batch, first, 1, 0, void=True) for batch in self.reader.any(self.batch or 1)]
-        return batches, left_out
-
-
-def _even(first: int, last: int, size: int) -> list[tuple[int, int]]:
+def even_parts(first: int, last: int, size: int) -> list[tuple[int, int]]:
     """Cut a range into as few nearly equal parts of at most a size as possible."""
     parts, length = math.ceil((last - first) / size), last - first
     return [(first + length * i // parts, first + length * (i + 1) // parts) for i in range(parts)]

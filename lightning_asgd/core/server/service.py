@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_asgd.core.foundation.errors import ASGDError, ProtocolError, ServerLostError, WorkerLostError
-from lightning_asgd.core.leases.epoch_history import Ranges
 from lightning_asgd.core.protocol.collective import Contribution
 from lightning_asgd.core.protocol.lease import LeaseGrant, LeaseRequest, OpenEpoch
 from lightning_asgd.core.protocol.request import Request
@@ -26,7 +25,6 @@ from lightning_asgd.core.protocol.session import (
     Attach,
     DisconnectWatch,
     Heartbeat,
-    HeartbeatReply,
     Join,
     Joined,
     Leave,
@@ -188,7 +186,7 @@ class Service:
         self.members_changed(session)
         return replace(joined, pid=os.getpid()) if isinstance(joined, Joined) else joined
 
-    def _heartbeat(self, message: Heartbeat) -> HeartbeatReply:
+    def _heartbeat(self, message: Heartbeat) -> object:
         self.state.recovery.note_heartbeat(message.worker, waited=self.state.unknown, now=self.clock())
         return self.heard(message.session, message.worker).heartbeat(message)
 
@@ -226,7 +224,7 @@ class Service:
             self.members_changed(session)
         return future
 
-    def _open_epoch(self, message: OpenEpoch) -> Ranges:
+    def _open_epoch(self, message: OpenEpoch) -> object:
         members = self.member(message).members
         return self.state.epochs.open(message.epoch, message.worker, members, self.clock()).finished
 
