@@ -76,7 +76,7 @@ format: $(VENV)/.installed-dev ## format the code and mend what can be mended
 	@$(RUN) -m ruff format .
 
 bench: $(VENV)/.installed-examples ## samples per second beside DDP and local SGD, with fast, slow and distant workers
-	@$(RUN) benchmarks/throughput.py --suite --check --json results/bench.json --picture results/bench.png
+	@$(RUN) benchmarks/throughput.py --suite --check --json results/bench.json
 
 monitor: $(VENV)/.installed-examples ## what it costs to log what the workers do
 	@$(RUN) benchmarks/monitor.py
@@ -135,8 +135,8 @@ ray: $(VENV)/.installed-dev ## a Ray cluster on this machine: accuracy, lost nod
 	@$(RUN) benchmarks/ray_cluster.py
 
 scale: $(VENV)/.installed-dev ## CPU time of a claim, an exchange, ... on the servers with 16 to 1,024 workers; LINK=<Mbit/s>
-	@$(RUN) benchmarks/scale.py $(if $(LINK),--link $(LINK)) --picture results/scale.png
-	@$(RUN) benchmarks/scale_sockets.py $(if $(LINK),--link $(LINK)) --picture results/scale_sockets.png
+	@$(RUN) benchmarks/scale.py $(if $(LINK),--link $(LINK))
+	@$(RUN) benchmarks/scale_sockets.py $(if $(LINK),--link $(LINK))
 
 crowd: $(VENV)/.installed-dev ## 64 workers on two cores, of which 100 are killed and replaced: half an hour; MINUTES=
 	@$(RUN) benchmarks/crowd.py $(if $(MINUTES),--minutes $(MINUTES))

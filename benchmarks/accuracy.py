@@ -37,9 +37,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
 
 import torch
+from common import CONSOLE
 from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
 from ranks import clean_environment
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,7 +61,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,13 @@ Exits with 1 if one of these fails, or if training does not end by itself.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
-import logging
 import math
-import multiprocessing
 import os
 import random
-import signal
-import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -48,11 +41,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import psutil
 import pytorch_lightning as pl
 import torch
-from counts import Counts
+from common import CONSOLE, prepared, spread, verdict
+from counts import ENDLESS, Counts, Report, fit, not_once, numbers
+from jobs import Processes, quiet
 from pytorch_lightning.callbacks import ModelCheckpoint
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
-from torch.utils.data import DataLoader, TensorDataset
+from ranks import servers_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -67,49 +60,32 @@ NSYNC, BATCH = 5, 2
 SAMPLES = {"counts": 1000, "speed": 8000}  # of one epoch
 CALM_S = 22.0  # between the faults while the speed is measured
 LEAST = 0.9  # of the speed without faults
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-class Report(pl.Callback):
-    """Tells which process is which worker, and what came out; ends training when asked to, at an epoch's end."""
+class Notes(Report):
+    """Tells besides which process a worker is, and when worker 0 learnt of each push."""
 
     def __init__(self, folder: Path, epochs: int | None) -> None:
-        self.folder = folder
-        self.epochs = epochs
-        self.pushes: list[float] = []  # when worker 0 learnt of one more that was applied
-        self.begun = 0.0
+        super().__init__(folder / "worker", endless=epochs is None, together=True)
+        self.times: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.strategy.stats.pushes != len(self.pushes):
-            self.pushes += [time.monotonic()] * (trainer.strategy.stats.pushes - len(self.pushes))
+        self.times += [time.monotonic()] * (trainer.strategy.stats.pushes - len(self.times))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.begun = time.monotonic()
-        new = self.folder / f"new{trainer.global_rank}"
-        new.write_text(str(os.getpid()))
-        new.rename(self.folder / f"worker{trainer.global_rank}")
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.epochs is None:  # all must decide alike
-            trainer.should_stop |= trainer.strategy.broadcast((self.folder / "stop").exists())
+        self.file = self.file.with_name(f"worker{trainer.global_rank}.json")
+        self.tell(pid=os.getpid(), begun=time.monotonic())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
-            metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-            result = {"epochs": trainer.current_epoch, "metrics": metrics, "pushes": self.pushes}
-            result |= {"begun": self.begun, "ended": time.monotonic()}
-            if isinstance(pl_module, Counts):
-                result["seen"] = sorted(Counter(pl_module.seen.tolist()).items())
-            (self.folder / "result.json").write_text(json.dumps(result))
+            self.file = self.file.with_name("result.json")
+            self.told.update(times=self.times, ended=time.monotonic())
+            super().on_train_end(trainer, pl_module)
 
 
-def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | None) -> None:
-    """The main process of a job. Its output goes to a file."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    output = (folder / "output").open("w")
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
+def train(program: str, workers: int, servers: int, folder: Path, epochs: int | None) -> None:
+    """Be the main process of a job."""
+    quiet(folder / "job.log")
     pl.seed_everything(1, verbose=False)
     strategy = ASGDStrategy(
         nsync=NSYNC,
@@ -118,26 +94,15 @@ def fit(program: str, workers: int, servers: int, folder: Path, epochs: int | No
         start_method="fork",
         timeouts=Timeouts(silence_s=SILENCE_S),
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=workers,
-        strategy=strategy,
-        max_epochs=epochs or 1_000_000,
-        callbacks=[Report(folder, epochs), ModelCheckpoint(folder / "checkpoints", save_last=True)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    callbacks = [Notes(folder, epochs), ModelCheckpoint(folder / "checkpoints", save_last=True)]
+    module, data = DigitsCNN(), loaders(batch_size=16) if program == "digits" else numbers(SAMPLES[program], BATCH)
     if program in SAMPLES:
-        samples = SAMPLES[program]
-        module = Counts(samples, 0.005 if program == "counts" else 0.02)
-        trainer.fit(module, DataLoader(TensorDataset(torch.arange(samples)), BATCH, shuffle=True))
-    else:
-        trainer.fit(DigitsCNN(), *loaders(batch_size=16))
+        module = Counts(SAMPLES[program], 0.005 if program == "counts" else 0.02)
+    about = {"devices": workers, "max_epochs": epochs or ENDLESS, "enable_checkpointing": True}
+    fit(module, data, strategy=strategy, callbacks=callbacks, **about)
 
 
-class Job:
+class Job(Processes):
     """A job that trains, and what is done to its workers.
 
     Args:
@@ -145,51 +110,31 @@ class Job:
         workers: number of them.
         servers: number of them.
         folder: for what its processes tell.
-        epochs: to train; None: until :meth:`end`.
+        epochs: to train; None: until :meth:`finish`.
     """
 
     def __init__(self, program: str, workers: int, servers: int, folder: Path, epochs: int | None = None) -> None:
-        self.workers, self.folder = workers, folder
-        arguments = (program, workers, servers, folder, epochs)
-        self.process = multiprocessing.get_context("fork").Process(target=fit, args=arguments)
-        self.process.start()
+        super().__init__(folder)
+        self.workers = workers
         self.killed: set[int] = set()
         self.servers_killed: list[float] = []  # when
         self.stopped: list[tuple[float, float]] = []  # from when to when a worker was
-        deadline = time.monotonic() + 120
-        while not all((folder / f"worker{rank}").exists() for rank in range(workers)):
-            if time.monotonic() > deadline or self.process.exitcode is not None:
-                raise RuntimeError(f"The workers did not start:\n{self.output()}")
-            time.sleep(0.1)
-
-    def output(self, most: int | None = 4000) -> str:
-        return (self.folder / "output").read_text()[-(most or 0) :]
-
-    def servers(self) -> list[psutil.Process]:
-        """The servers that run."""
-        found = []
-        for process in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):
-                if "lightning_asgd.core.server.process" in process.cmdline():
-                    found.append(process)
-        return found
+        self.fork("job", train, program, workers, servers, folder, epochs)
+        self.wait(lambda: all(self.told(f"worker{rank}") for rank in range(workers)), 120, "training")
 
     def disturb(self, chance: random.Random, who: tuple[str, ...]) -> str:
-        """One fault.
+        """One fault, and what it was.
 
         Args:
             chance: which, and when.
             who: ``"workers"``, ``"servers"``.
-
-        Returns:
-            what it was.
         """
         time.sleep(chance.uniform(0.5, 2.0))
         if who == ("nobody",):
             return "nothing"
         if chance.choice(who) == "servers":
             time.sleep(chance.uniform(0.0, 6.0))  # starting another one takes seconds
-            servers = self.servers()
+            servers = servers_of(psutil.Process(self.processes["job"].pid))
             if servers:
                 chance.choice(servers).kill()
                 self.servers_killed.append(time.monotonic())
@@ -197,7 +142,7 @@ class Job:
         kill = chance.random() < 0.2 and len(self.killed) < self.workers // 2
         alive = [rank for rank in range(self.workers) if rank not in self.killed]
         rank = chance.choice(alive) if self.killed or not kill else 0  # which logs and writes the checkpoints
-        worker = psutil.Process(int((self.folder / f"worker{rank}").read_text()))
+        worker = psutil.Process(self.told(f"worker{rank}")["pid"])
         if kill:
             self.killed.add(rank)
             worker.kill()
@@ -210,35 +155,18 @@ class Job:
         self.stopped.append((since, time.monotonic()))
         return "SIGSTOP of a worker"
 
-    def end(self, seconds: float) -> dict[str, Any]:
-        """Let it come to its end.
-
-        Raises:
-            RuntimeError: it does not.
-        """
+    def finish(self) -> dict[str, Any]:
+        """Let it come to its end."""
         (self.folder / "stop").touch()
-        self.process.join(seconds)
-        if self.process.exitcode != 0:
-            code = self.process.exitcode
-            self.close()
-            raise RuntimeError(
-                f"Training ended with {code} instead of by itself (None: not in {seconds:g} s):\n{self.output()}"
-            )
-        result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        output = self.output(None)
+        self.wait(lambda: self.processes["job"].exitcode is not None, 600, "end")
+        said = self.said("job")
         return {
-            **result,
+            **self.told("result"),
             "servers_killed": self.servers_killed,
             "stopped": self.stopped,
-            "back": output.count("has rejoined"),
-            "restored": output.count("A replacement is being started"),
+            "back": said.count("has rejoined"),
+            "restored": said.count("A replacement is being started"),
         }
-
-    def close(self) -> None:
-        if self.process.is_alive():
-            os.kill(self.process.pid or 0, signal.SIGTERM)
-            self.process.join(20)
-            self.process.kill()
 
 
 def disturbed(
@@ -260,10 +188,10 @@ def disturbed(
                 time.sleep(calm_s)
                 try:
                     done[job.disturb(chance, who)] += 1
-                except (psutil.NoSuchProcess, FileNotFoundError):  # training is over
+                except psutil.NoSuchProcess:  # training is over
                     break
             time.sleep(calm_s)
-            result = job.end(600)
+            result = job.finish()
             saved = load_all(Path(name) / "checkpoints")
         finally:
             job.close()
@@ -272,10 +200,10 @@ def disturbed(
     came = f"{result['back']} times a worker rejoined, {result['restored']} times a server was replaced"
     chiefs = f"worker 0 {'was killed' if 0 in job.killed else 'lived'}, {saved} checkpoints load"
     CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}; {chiefs}")
-    pauses = _pauses(result["servers_killed"], result["pushes"])
+    pauses = _pauses(result["servers_killed"], result["times"])
     if servers == 1 and pauses:  # else the other server goes on taking pushes
-        spread = f"{statistics.median(pauses):.1f} s ({min(pauses):.1f} to {max(pauses):.1f}, {len(pauses)} of them)"
-        CONSOLE.print(f"  from a server's death to the next update that is applied: {spread}")
+        seconds = f"{spread(pauses, '{:.1f}')} s, {len(pauses)} of them"
+        CONSOLE.print(f"  from a server's death to the next update that is applied: {seconds}")
     return {**result, "killed": done["SIGKILL of a worker"]}
 
 
@@ -302,14 +230,10 @@ def _pauses(killed: list[float], pushes: list[float]) -> list[float]:
 def count(workers: int, servers: int, faults: int, chance: random.Random, who: tuple[str, ...]) -> bool:
     """Whether every sample was applied once per epoch, but for what kills may have cut in two."""
     result = disturbed("counts", workers, servers, faults, chance, None, who)
-    epochs = result["epochs"]
-    lost = sum(abs(epochs - times) * samples for times, samples in result["seen"])
+    samples, lost = SAMPLES["counts"] * result["epochs"], not_once(result)
     allowed = 0 if servers == 1 else result["killed"] * NSYNC * BATCH
-    fine = bool(lost <= allowed)
-    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
-    text = f"of {1000 * epochs} samples {lost:g} were not applied exactly once (allowed: {allowed})"
-    CONSOLE.print(f"{verdict}  {text}" if lost else f"{verdict}  all {1000 * epochs} samples were applied exactly once")
-    return fine
+    text = f"of {samples} samples {lost} were not applied exactly once (allowed: {allowed})"
+    return verdict(lost <= allowed, text if lost else f"all {samples} samples were applied exactly once")
 
 
 def pace(result: dict[str, Any], workers: int) -> float:
@@ -323,12 +247,8 @@ def speed(workers: int, faults: int, chance: random.Random) -> bool:
     """Whether the living train nearly as fast with faults as without."""
     quiet = pace(disturbed("speed", workers, 2, 2, chance, None, ("nobody",), CALM_S), workers)
     loud = pace(disturbed("speed", workers, 2, faults, chance, None, ("workers", "servers"), CALM_S), workers)
-    fine = loud >= LEAST * quiet
-    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
-    CONSOLE.print(
-        f"{verdict}  {loud:.1f} samples/s per living worker with faults, {quiet:.1f} without: {loud / quiet:.2f} of it"
-    )
-    return fine
+    text = f"{loud:.1f} samples/s per living worker with faults, {quiet:.1f} without: {loud / quiet:.2f} of it"
+    return verdict(loud >= LEAST * quiet, text)
 
 
 def main() -> int:
@@ -338,13 +258,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=("counts", "digits", "speed"))
     args = parser.parse_args()
-    clean_environment()
-    torch.set_num_threads(1)
     chance = random.Random(args.seed)
     share = max(1, args.faults // 5)
     both = ("workers", "servers")
     good = True
-    with told_of_errors(CONSOLE):
+    with prepared(one_thread=True):
         if args.only in (None, "counts"):
             good &= count(args.workers, 1, share, chance, ("workers",))
             good &= count(args.workers, 2, share, chance, ("workers",))
@@ -354,10 +272,8 @@ def main() -> int:
             epochs = max(20, 12 * share)
             quiet = disturbed("digits", args.workers, 2, 0, chance, epochs)["metrics"]["val_acc"]
             loud = disturbed("digits", args.workers, 2, share, chance, epochs, both)["metrics"]["val_acc"]
-            near = loud >= quiet - 0.01
-            good &= near
-            verdict = "[green]PASS[/]" if near else "[red]FAIL[/]"
-            CONSOLE.print(f"{verdict}  digits: accuracy {loud:.3f} with faults, {quiet:.3f} without")
+            text = f"digits: accuracy {loud:.3f} with faults, {quiet:.3f} without"
+            good &= verdict(loud >= quiet - 0.01, text)
         if args.only in (None, "speed"):
             good &= speed(args.workers, max(1, share // 2), chance)
     return 0 if good else 1

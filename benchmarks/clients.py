@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from common import CONSOLE
 from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
@@ -49,7 +49,6 @@ CLIENTS, NSYNCS, SEEDS = (1, 2, 4, 8, 16), (1, 10, 100), (1, 2, 3)
 STEP_S, LR, BATCH, WARM = 0.01, 0.01, 16, 0.3
 GBIT = Link(125e6, 1e-4)
 LOST = 2.0  # a loss above this is no better than a guess, which has 2.3
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 
 import pytorch_lightning as pl
 import torch
+from common import CONSOLE, prepared
 from exchange import timed
 from islands_speed import on_cable
-from network import Network, available, two_machines
+from network import Network, two_machines
 from plain_loop import served
-from ranks import clean_environment, run_ranks, told_of_errors
-from rich.console import Console
-from rich.markup import escape
+from ranks import run_ranks
 from rich.table import Table
 from rules import spread
 from rules_sets import SETS, Learner, measured
@@ -53,7 +52,6 @@ from lightning_asgd.algorithms import SparseLoCo
 from lightning_asgd.compression import Compression, find_compression
 
 FILE = Path(__file__).resolve().parent.parent / "results" / "codes.json"
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 WORKERS, NSYNC, RUN, START_S = 4, 10, "codes", 120.0
 COPIES, LIMIT = 6.0, 0.01
 FP32, SPARSE = "fp32", "SparseLoCo"
@@ -288,14 +286,10 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, nargs="+", default=[10.0, 100.0], help="speeds of the link")
     parser.add_argument("--races", type=int, default=1, help="seeds of the races")
     args = parser.parse_args()
-    clean_environment()
-    if {"loss", "links"} & {*args.only} and (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
-        return 2
     SETS["text"].data()  # once, for all forked workers
     rows = [row for row in ROWS if not args.codes or row in args.codes or row == FP32]
     good, results = True, json.loads(FILE.read_text()) if FILE.exists() else {}
-    with told_of_errors(CONSOLE):
+    with prepared(machines=bool({"loss", "links"} & {*args.only})):
         for part in args.only:
             began = time.monotonic()
             if part == "speed":

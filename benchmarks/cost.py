@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ranks import clean_environment, servers_of, told_of_errors
+from common import prepared, spread
+from ranks import servers_of
 from rich.table import Table
 from throughput import CONSOLE, WARM_UP_S, Scenario, System, run, train
 
@@ -142,7 +142,7 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, float]]]) -> None:
     table.add_row("samples/s", *(f"{of['samples/s']:.0f}" for of in medians.values()))
     base = [each["samples/s"] for each in runs[str(SYSTEMS[0])]]
     ratios = [[e["samples/s"] / b for e, b in zip(results, base, strict=True)] for results in runs.values()]
-    text = [f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in ratios]
+    text = [spread(r, "{:.3f}") for r in ratios]
     table.add_row("/ unconnected", *text)
     CONSOLE.print(table)
 
@@ -214,13 +214,11 @@ def main() -> int:
     parser.add_argument("--flame", default="", metavar="PICTURE", help="draw a flame graph there; needs py-spy")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
     scenario = Scenario("cost", params=int(args.params), seconds=args.after + args.seconds, repeats=args.repeats)
     CONSOLE.print(f"\n[bold]cost[/]: {scenario.describe()}  (load {os.getloadavg()[0]:.1f})")
-    with told_of_errors(CONSOLE):
+    with prepared():
         stacks = Path(f"{args.flame}.stacks")
         stacks.parent.mkdir(parents=True, exist_ok=True)
         show(scenario, measure(scenario, str(stacks) if args.flame else "", args.after))

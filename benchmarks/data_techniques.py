@@ -37,6 +37,7 @@ import network
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from common import spread
 from ranks import clean_environment
 from rich.console import Console
 from rich.table import Table
@@ -294,7 +295,7 @@ def measure(experiment: str, repeats: int, console: Console) -> None:
         table.add_row(
             system,
             *(f"{s:.2f}" for s in (median, min(values), max(values))),
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            spread(ratios),
             "" if experiment == "trials" else f"{statistics.median(reads):.0%}",
             f"{statistics.median(run['stall'] for run in found[system]):.0%}",
         )

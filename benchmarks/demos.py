@@ -29,9 +29,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker, and forks that do 
 
 import pytorch_lightning as pl
 import torch
+from common import CONSOLE
 from pytorch_lightning.demos.lstm import LightningLSTM
 from pytorch_lightning.demos.transformer import LightningTransformer, WikiText2
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,7 +40,6 @@ from lightning_asgd import ASGDStrategy
 
 MARGIN = 0.05
 WORDS = 10_000
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +30,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: nothing that fo
 import psutil
 import pytorch_lightning as pl
 import torch
-from counts import Counts
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from counts import Counts, fit, numbers
+from jobs import Processes, quiet, wait_until
 from rich.table import Table
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.cli.command_line import main as command
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.rendezvous import Rendezvous
 from lightning_asgd.elastic.messages import Status, StatusRequest
@@ -49,7 +45,7 @@ WORKERS = 6
 SAMPLES, BATCH, NSYNC, STEP_S = 20_000, 2, 5, 0.02
 SILENCE_S = 2.0
 JOIN_S, RECOVER_S = 2.0, 3.0
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+until = partial(wait_until, every_s=0.01)
 
 
 # ---------------------------------------------------------------------- in processes of their own
@@ -77,67 +73,32 @@ class Notes(pl.Callback):
         self.note("end", seen=pl_module.seen.tolist(), epochs=trainer.current_epoch)
 
 
-def _quiet(file: Path) -> None:
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    with file.open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-
-
-def serve(folder: Path) -> None:
-    _quiet(folder / "serve.log")
-    sys.exit(command(["serve", "127.0.0.1:0/counts"]))
-
-
 def work(folder: Path, name: int, address: str) -> None:
-    notes = Notes(folder / f"{name}.json")
+    notes = Notes(folder / f"{name}.notes")
     notes.note("imported")
-    _quiet(folder / f"{name}.log")
+    quiet(folder / f"{name}.log")
     torch.set_num_threads(1)
     timeouts = Timeouts(silence_s=SILENCE_S)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        strategy=ASGDStrategy(NSYNC, algorithm=ASGD("sum"), run=address, timeouts=timeouts),
-        callbacks=[notes],
-        **dict.fromkeys(off, False),
-    )
-    trainer.fit(Counts(SAMPLES, STEP_S), DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH, shuffle=True))
+    strategy = ASGDStrategy(NSYNC, algorithm=ASGD("sum"), run=address, timeouts=timeouts)
+    fit(Counts(SAMPLES, STEP_S), numbers(SAMPLES, BATCH), strategy=strategy, callbacks=[notes], max_epochs=1)
 
 
 # ---------------------------------------------------------------------- the run
 
 
-class Run:
-    """A served run, its workers, and somebody who looks at it.
-
-    Args:
-        folder: for what its processes tell.
-    """
+class Run(Processes):
+    """A served run, its workers, which are named by numbers, and somebody who looks at it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.fork = multiprocessing.get_context("fork").Process
-        self.server = self.fork(target=serve, args=(folder,))
-        self.server.start()
-        self.workers: dict[int, Any] = {}
-        log = folder / "serve.log"
-        _until(lambda: log.exists() and 'run="' in log.read_text(), 60, "the servers' start")
-        self.address = log.read_text().partition('run="')[2].partition('"')[0]
-        host, _, port = self.address.partition("/")[0].rpartition(":")
+        super().__init__(folder)
+        self.serve("serve", None, 0, "0/counts")
+        host, _, port = self.address().partition("/")[0].rpartition(":")
         self.rendezvous = Rendezvous.connect(host, int(port), 10.0)
         self.keys = self.rendezvous.session("counts", "rpc", 10.0)
 
-    def start(self, name: int) -> None:
-        self.workers[name] = self.fork(target=work, args=(self.folder, name, self.address))
-        self.workers[name].start()
-
     def when(self, name: int, what: str) -> float | None:
         """When a worker noted something."""
-        file = self.folder / f"{name}.json"
+        file = self.folder / f"{name}.notes"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         return next((entry["at"] for entry in lines if entry["what"] == what), None)
 
@@ -152,22 +113,9 @@ class Run:
         return look
 
     def close(self) -> None:
-        for process in (*self.workers.values(), self.server):
-            process.terminate()
-        for process in (*self.workers.values(), self.server):
-            process.join(10)
-            process.kill()
+        """See :class:`Processes`."""
+        super().close()
         registry.release()
-
-
-def _until(condition: Callable[[], Any], seconds: float, what: str) -> float:
-    """Wait for something; when it was."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} did not happen within {seconds:g} s.")
-        time.sleep(0.01)
-    return time.monotonic()
 
 
 def measure(folder: Path) -> tuple[dict[str, list[float]], int]:
@@ -186,29 +134,31 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], int]:
     run = Run(folder)
     try:
         for name in range(1, WORKERS + 1):
-            run.start(name)
-            _until(lambda name=name: run.when(name, "first exchange"), 30, f"worker {name}'s first exchange")
+            run.fork(str(name), work, folder, name, run.address())
+            until(lambda name=name: run.when(name, "first exchange"), 30, f"worker {name}'s first exchange")
             for what in ("first batch", "first exchange"):
                 times[what].append((run.when(name, what) or 0.0) - (run.when(name, "imported") or 0.0))
         time.sleep(16.0)  # a server is kept ready from a quarter of a minute on
         address = run.rendezvous.server(0, run.keys[0], 10.0)
         before = run.look(address)().version
-        (process, *_) = [p for p in psutil.Process(run.server.pid).children() if "server0" in " ".join(p.cmdline())]
+        (process, *_) = [
+            p for p in psutil.Process(run.processes["serve"].pid).children() if "server0" in " ".join(p.cmdline())
+        ]
         killed = time.monotonic()
         process.kill()
         look = run.look(run.rendezvous.server(0, run.keys[0], 60.0, other_than=address))
-        times["server"].append(_until(lambda: look().version > before, 60, "an update on the other server") - killed)
+        times["server"].append(until(lambda: look().version > before, 60, "an update on the other server") - killed)
         for name in range(WORKERS, 1, -1):
             number = signal.SIGTERM if name % 2 else signal.SIGKILL
             living = sum(not worker.away for worker in look().workers)
             gone = time.monotonic()
-            os.kill(run.workers[name].pid, number)
-            fewer = _until(
+            os.kill(run.processes[str(name)].pid, number)
+            fewer = until(
                 lambda living=living: sum(not worker.away for worker in look().workers) < living, 30, "its going"
             )
             times[number.name].append(fewer - gone)
-        run.workers[1].join(200)
-        (end,) = [line for line in (folder / "1.json").read_text().splitlines() if '"end"' in line]
+        run.processes["1"].join(200)
+        (end,) = [line for line in (folder / "1.notes").read_text().splitlines() if '"end"' in line]
         return times, sum(abs(1 - round(seen)) for seen in json.loads(end)["seen"])
     finally:
         run.close()
@@ -218,10 +168,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    clean_environment()
     times: dict[str, list[float]] = {}
     wrong = 0
-    with told_of_errors(CONSOLE):
+    with prepared():
         for repeat in range(args.repeats):
             with tempfile.TemporaryDirectory() as name:
                 found, lost = measure(Path(name))

@@ -37,9 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from network import Network, available, machines, move, name_hosts
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from network import Network, machines, move, name_hosts
 from rich.markup import escape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +50,6 @@ PROBE_S = 0.6  # of CPU time, for a health check
 PORT, RUN, SECRET = 29400, "digits", "known in these namespaces only"
 SERVERS, FIRST, SECOND, THIRD = range(4)  # machines
 LOOP = "trainer"  # which kind the program has
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 IN_A_POD = {
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
     "KUBERNETES_SERVICE_PORT": "443",
@@ -511,17 +509,12 @@ def main() -> int:
     parser.add_argument("--loop", choices=("trainer", "plain", "fabric"), default=LOOP, help="the default is trainer")
     args = parser.parse_args()
     LOOP = args.loop
-    clean_environment()
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    if (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
-        return 2
     if shutil.which("torchrun", path=str(BINARIES)) is None:
         CONSOLE.print(f"[red]torchrun is missing in {BINARIES}.[/]")
         return 2
-    with told_of_errors(CONSOLE):
+    with prepared(machines=True):
         verdicts = [PARTS[part](args.transport) for part in args.only or PARTS]
         return 0 if all(verdicts) else 1
 

@@ -40,7 +40,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import psutil
 import torch
 import torch.distributed.rpc as rpc
-from rich.console import Console
+from common import CONSOLE
 from rich.table import Table
 
 from lightning_asgd.core.algorithms.config import ExchangeConfig
@@ -57,7 +57,6 @@ from lightning_asgd.core.worker.replica import Replica
 from lightning_asgd.core.worker.session_client import SessionClient
 from lightning_asgd.core.worker.shard_client import ShardClient
 
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 COPIES, FRESH = "two copies", "two copies into fresh memory"
 TARGETS = {"shared memory": (COPIES, 1.0), "RPC": (FRESH, 1.25)}
 WORKER = (", packing", ", merging")

@@ -29,8 +29,9 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import zmq
-from strangers import row
-from strangers_server import SESSION, Pusher, dealer, greeting, memory_mb, server_process
+from common import verdict
+from jobs import megabytes
+from strangers_server import SESSION, Pusher, dealer, greeting, server_process
 
 from lightning_asgd.core.algorithms.config import SECRET_ENV
 from lightning_asgd.core.calls.transport import answer_within
@@ -54,7 +55,7 @@ def to_a_server(number: int, chance: random.Random) -> bool:
         pusher = Pusher(transport)
         answer_within(transport.call(0, Join(SESSION, 1, 2, process="there/2/bb"), 10.0), 11.0)
         pusher.start()
-        before, sent, refused, waiting = memory_mb(server), 0, 0, list[Any]()
+        before, sent, refused, waiting = megabytes(server), 0, 0, list[Any]()
         while sent < number:
             message = changed(chance.choice(messages), chance)
             if message is None or isinstance(message, StatusRequest):
@@ -67,12 +68,12 @@ def to_a_server(number: int, chance: random.Random) -> bool:
                 waiting.clear()
         pusher.over.set()
         pusher.join(30)
-        grown = memory_mb(server) - before
+        grown = megabytes(server) - before
         exact = not pusher.is_alive() and pusher.held == pusher.pushed
         transport.close()
         text = f"{sent:,} messages to a server, {refused:,} rejected with an error that names it; "
         text += f"{pusher.pushed:,} pushes meanwhile, it holds "
-        return row(exact and grown < GROWTH_MB, f"{text}{pusher.held:,.0f}; {grown:+.1f} MB")
+        return verdict(exact and grown < GROWTH_MB, f"{text}{pusher.held:,.0f}; {grown:+.1f} MB")
 
 
 def call(chance: random.Random) -> Any:
@@ -89,7 +90,7 @@ def to_a_rendezvous(number: int, chance: random.Random) -> bool:
         hosted.put("job", "mine")
         context = zmq.Context()
         peer = dealer(context, "tcp://{}:{}".format(*hosted.address))
-        before, answered = memory_mb(process), 0
+        before, answered = megabytes(process), 0
         for index in range(number):
             body = chance.choice([json.dumps(call(chance)), chance.randbytes(40).hex(), "[" * 500])
             peer.send_multipart([json.dumps(["somebody", index + 1, [], [], body]).encode()])
@@ -103,8 +104,9 @@ def to_a_rendezvous(number: int, chance: random.Random) -> bool:
         with Rendezvous.connect(*hosted.address, 10.0) as guest:
             guest.put("after", 1)
             works = guest.peek("job") is not None and hosted.peek("after") == 1
-        grown = memory_mb(process) - before
-    return row(works and grown < GROWTH_MB, f"{number:,} calls to a rendezvous, {answered:,} answered; {grown:+.1f} MB")
+        grown = megabytes(process) - before
+    fine = works and grown < GROWTH_MB
+    return verdict(fine, f"{number:,} calls to a rendezvous, {answered:,} answered; {grown:+.1f} MB")
 
 
 def to_a_gateway(number: int, chance: random.Random) -> bool:
@@ -115,7 +117,7 @@ def to_a_gateway(number: int, chance: random.Random) -> bool:
         gateway = next(each for each in psutil.Process().children() if "gateway" in " ".join(each.cmdline()))
         with Rendezvous.connect(*hosted.address, 10.0) as guest:
             guest.peek("job")
-        before = memory_mb(gateway)
+        before = megabytes(gateway)
         for _ in range(number // 10):
             with contextlib.suppress(OSError), socket.create_connection(hosted.address, timeout=10) as connection:
                 connection.sendall(
@@ -126,9 +128,9 @@ def to_a_gateway(number: int, chance: random.Random) -> bool:
         time.sleep(1.0)
         with Rendezvous.connect(*hosted.address, 10.0) as guest:
             works = guest.peek("job") == "mine" and gateway.is_running()
-        grown, files = memory_mb(gateway) - before, gateway.num_fds()
+        grown, files = megabytes(gateway) - before, gateway.num_fds()
     fine = works and grown < GROWTH_MB and files < 100
-    return row(fine, f"{number:,} pieces to a gateway; {grown:+.1f} MB, {files} open files")
+    return verdict(fine, f"{number:,} pieces to a gateway; {grown:+.1f} MB, {files} open files")
 
 
 def main() -> int:

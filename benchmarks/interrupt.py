@@ -27,8 +27,8 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from common import CONSOLE
 from ranks import clean_environment
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -40,7 +40,6 @@ SETTLE_S = 0.5  # in which a process that was about to be started would be seen
 MARK = "INTERRUPTED_JOB"  # environment variable by which the processes of a job are known
 HOW = ("subprocess", "fork")
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 # ---------------------------------------------------------------------- the program that is interrupted

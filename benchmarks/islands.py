@@ -31,12 +31,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common import prepared
 from engines import FIRST, SECOND, Stage, stage, unless, verdict
 from engines_program import SILENCE_S
 from islands_parts import accuracy, checkpoint
 from islands_speed import SCENARIOS, memory, speed, traffic
 from network import available
-from ranks import clean_environment, told_of_errors
 from rich.markup import escape
 from throughput import CONSOLE
 
@@ -113,15 +113,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0)
     args = parser.parse_args()
-    clean_environment()
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     reason = available() if {*(args.only or parts)} & {"kills", "speed", "bytes"} else None
     if reason is not None:
         CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
         return 2
     passed = True
-    with told_of_errors(CONSOLE):
+    with prepared():
         for name in args.only or parts:
             begun = time.monotonic()
             done = parts[name]()

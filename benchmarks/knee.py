@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,9 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from network import Network, available, two_machines
-from ranks import clean_environment, told_of_errors
-from rich.markup import escape
+from common import prepared
+from network import Network, two_machines
 from rich.table import Table
 from throughput import CONSOLE, DISTURBED, Patience, Scenario, System, build_module, run
 
@@ -159,11 +157,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    if (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
-        return 2
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
     scenario = Scenario(
@@ -174,7 +167,7 @@ def main() -> int:
         seconds=args.seconds,
         kept=True,
     )
-    with told_of_errors(CONSOLE), two_machines(args.bandwidth, QUEUE_S) as network:
+    with prepared(machines=True), two_machines(args.bandwidth, QUEUE_S) as network:
         CONSOLE.print(f"{scenario.describe()}")
         found = sweep(scenario, args.repeats, network, Patience(args.patience))
     if args.json:

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -28,9 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from network import available, two_machines
-from ranks import clean_environment, told_of_errors
-from rich.markup import escape
+from common import prepared, spread
+from network import two_machines
 from rich.table import Table
 from throughput import CONSOLE, Patience, Scenario, System, measure, ratios, run, save, show, train
 
@@ -187,9 +185,7 @@ def summarise(results: Results) -> None:
             system = str(System("layer-wise", delay))
             beside = [ratios(scenario, runs, system, base) for base in ("DDP", "DDP, all gradients after backward")]
             best = max(best, *map(statistics.median, beside))
-            table.add_row(
-                scenario.name, str(delay), *(f"{statistics.median(r):.2f} ({min(r):.2f}-{max(r):.2f})" for r in beside)
-            )
+            table.add_row(scenario.name, str(delay), *(spread(r) for r in beside))
     CONSOLE.print(table)
     verdict = "[green]PASS[/]" if best >= CLAIM else "[red]FAIL[/]"
     CONSOLE.print(f"{verdict}  the largest ratio is {best:.2f}, the paper's claim {CLAIM}")
@@ -206,16 +202,11 @@ def main() -> int:
     if not any(args.only in scenario.name for scenario in scenarios(Scenario(""))):
         parser.error(f"--only {args.only!r} is in no scenario's name")
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    if (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
-        return 2
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
     base = Scenario("", batch=args.batch, seconds=args.seconds, repeats=args.repeats, nsync=(), delays=(0, 1))
     base = replace(base, kinds=SYSTEMS)
-    with told_of_errors(CONSOLE):
+    with prepared(machines=True):
         if not args.timeline:
             results = []
             for scenario in scenarios(base):

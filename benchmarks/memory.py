@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import CONSOLE
 from network import Network, available, two_machines
 from ranks import clean_environment, servers_of
-from rich.console import Console
 from rich.table import Table
 from throughput import build_loader, build_module, trainer_options
 
@@ -39,7 +39,6 @@ WORKER_LIMIT, SERVER_LIMIT = 4.0, 3.0
 EVERY_S = 0.02  # reading RSS costs nothing
 PSS_EVERY_S = 0.3  # reading PSS costs a walk over all pages
 RUN_S = 300.0
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 _SERVER = "lightning_asgd.core.server.process"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-from ranks import clean_environment, told_of_errors
+from common import prepared, verdict
 from rich.table import Table
 from throughput import CONSOLE, DISTURBED, Patience, Scenario, System, run, train
 
@@ -89,7 +88,7 @@ def show(scenario: Scenario, runs: dict[bool, list[dict[str, Any]]]) -> bool:
     if max(statistics.median(r["other_cpu_share"] for r in each) for each in runs.values()) > DISTURBED:
         CONSOLE.print("[yellow]Other programs disturbed this: measure again on an idle machine.[/]")
     passed = statistics.median(ratios) >= 1 - TARGET and statistics.median(hooks) <= TARGET
-    CONSOLE.print(f"{'[green]PASS[/]' if passed else '[red]FAIL[/]'}  target: less than {TARGET:.0%}, of both")
+    verdict(passed, f"target: less than {TARGET:.0%}, of both")
     return passed
 
 
@@ -105,13 +104,11 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=0.0, metavar="SECONDS", help="as for throughput.py")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
     scenario = Scenario("monitor", params=int(args.params), seconds=args.seconds, repeats=args.repeats)
     CONSOLE.print(f"\n[bold]monitor[/]: {scenario.describe()}  (load {os.getloadavg()[0]:.1f})")
-    with told_of_errors(CONSOLE):
+    with prepared():
         return 0 if show(scenario, measure(scenario, Patience(args.patience))) else 1
 
 

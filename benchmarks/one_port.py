@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from network import Network, available, behind_nat, run_in, two_machines
+from common import prepared
+from network import Network, behind_nat, run_in, two_machines
 from strangers_jobs import Job, Place
 from tunnel import Tunnel
 
-from lightning_asgd.core.algorithms.config import SECRET_ENV
 from lightning_asgd.core.foundation.environment import joined
 
 PORT, END = 29400, 29401  # of the job; of a tunnel's end
@@ -199,11 +199,11 @@ def take(name: str, folder: Path, *, serves: bool) -> str:
                 others = {port for loopback, port in listening(min(pids)) if not loopback}
                 allowed = {END} if name == "tunnel" else {PORT}
                 assert others <= allowed, f"machine {index} listens at {others - allowed}, too"
-            job.servers[0].kill()
+            job.server.kill()
             job.train()
             disturb()
             job.train()
-            codes, told = job.end()
+            codes, told = job.finish()
         finally:
             job.close()
         assert set(codes.values()) == {0}, f"exit codes {codes}"
@@ -227,23 +227,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(WAYS), help="one way only")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
-    missing = available() or (None if shutil.which("iptables") else "iptables is missing: install it.")
-    if missing:
-        print(missing)
+    if not shutil.which("iptables"):
+        print("iptables is missing: install it.")
         return 2
-    os.environ[SECRET_ENV] = "known to both machines of this benchmark"
     failed = 0
-    for name in [args.only] if args.only else WAYS:
-        for serves in (False, True):
-            begun = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="asgd-port-") as folder:
-                try:
-                    text = take(name, Path(folder), serves=serves)
-                except (AssertionError, RuntimeError, OSError) as error:
-                    traceback.print_exc()
-                    failed, text = failed + 1, f"FAILED: {str(error).splitlines()[0]}"
-            print(f"{name:9} {'run' if serves else 'job'}: {text} ({time.monotonic() - begun:.0f} s)", flush=True)
+    with prepared(secret=True, machines=True):
+        for name in [args.only] if args.only else WAYS:
+            for serves in (False, True):
+                begun = time.monotonic()
+                with tempfile.TemporaryDirectory(prefix="asgd-port-") as folder:
+                    try:
+                        text = take(name, Path(folder), serves=serves)
+                    except (AssertionError, RuntimeError, OSError) as error:
+                        traceback.print_exc()
+                        failed, text = failed + 1, f"FAILED: {str(error).splitlines()[0]}"
+                print(f"{name:9} {'run' if serves else 'job'}: {text} ({time.monotonic() - begun:.0f} s)", flush=True)
     return 1 if failed else 0
 
 

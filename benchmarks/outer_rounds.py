@@ -12,7 +12,7 @@ members: a character transformer with one worker, then four, then two; and with 
 weights, with and without radial-directional averages.
 
 The servers, the workers and the leases are the real ones, under a virtual clock. Exits with 1 if Decoupled DiLoCo's
-goodput is not the higher one wherever workers are lost. A run of both parts draws results/outer_rounds.png.
+goodput is not the higher one wherever workers are lost.
 """
 
 from __future__ import annotations
@@ -22,34 +22,30 @@ import itertools
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+from common import CONSOLE, spread
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import torch
 from islands_parts import text, transformer
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_asgd.algorithms import Algorithm, DecoupledDiLoCo, DiLoCo, RadialDirectional
-from lightning_asgd.report.picture_style import PAPER, pyplot
 from lightning_asgd.simulation import Crash, LateWorker, LeasedData, LogNormal, ModuleProblem, Quadratic, Simulation
 from lightning_asgd.simulation.report import Report
-
-PICTURE = Path(__file__).resolve().parent.parent / "results" / "outer_rounds.png"
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 PARTS = ("goodput", "members")
 WORKERS, BATCH, NSYNC, SPEED = 64, 32, 20, LogNormal(1.0, 0.1)
 RESTART_S, SILENCE_S = 30.0, 10.0
 NEVER = float("inf")
+shown = partial(spread, form="{:.3f}")
 MEAN_TIMES = (NEVER, 3600.0, 900.0, 300.0)  # seconds between two losses of a worker
 IN_STEP, DECOUPLED = "DiLoCo", "Decoupled DiLoCo"
 RULES: dict[str, Algorithm] = {IN_STEP: DiLoCo(), DECOUPLED: DecoupledDiLoCo(parts=1)}
@@ -104,10 +100,9 @@ def lose(rule: Algorithm, mean_s: float, steps: int, seed: int) -> tuple[float, 
     return steps * SPEED.median_s / report.time_s, report, sum(worker.crashed for worker in report.workers)
 
 
-def goodput(steps: int, seeds: int) -> tuple[bool, dict[str, list[list[float]]]]:
+def goodput(steps: int, seeds: int) -> bool:
     """Every rate of faults, with both rules in turn."""
     table = Table(*("s between losses", "lost in lock-step", *RULES, "ratio", "loss of both"))
-    values: dict[str, list[list[float]]] = {name: [] for name in RULES}
     passed = True
     for mean_s in MEAN_TIMES:
         runs = {name: [] for name in RULES}  # type: dict[str, list[tuple[float, Report, int]]]
@@ -118,19 +113,12 @@ def goodput(steps: int, seeds: int) -> tuple[bool, dict[str, list[list[float]]]]
         shares = {name: [share for share, _, _ in each] for name, each in runs.items()}
         ratios = [b / a for a, b in zip(shares[IN_STEP], shares[DECOUPLED], strict=True)]
         lost = [float(number) for _, _, number in runs[IN_STEP]]
-        for name in RULES:
-            values[name].append(shares[name])
         passed &= all(ratio > 1 for ratio, number in zip(ratios, lost, strict=True) if number)
         losses = (statistics.median(report.loss for _, report, _ in runs[name]) for name in RULES)
-        cells = (shown(lost, 0), *(shown(shares[name]) for name in RULES), shown(ratios))
+        cells = (spread(lost, "{:.0f}"), *(shown(shares[name]) for name in RULES), shown(ratios))
         table.add_row(f"{mean_s:g}", *cells, " / ".join(f"{loss:.3g}" for loss in losses))
     CONSOLE.print(table)
-    return passed, values
-
-
-def shown(values: Sequence[float], digits: int = 3) -> str:
-    """Median (min-max)."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return passed
 
 
 # ---------------------------------------------------------------------- a number of workers that changes
@@ -185,7 +173,7 @@ def change(rule: Algorithm, numbers: Sequence[int], seed: int) -> Report:
     ).run()
 
 
-def members(seeds: int) -> dict[str, list[list[tuple[float, float]]]]:
+def members(seeds: int) -> None:
     """The loss over time of each run, which a table shows at some moments."""
     merges = {"mean": (), "radial-directional": (RadialDirectional(),)}
     curves: dict[str, list[list[tuple[float, float]]]] = {}
@@ -201,40 +189,11 @@ def members(seeds: int) -> dict[str, list[list[tuple[float, float]]]]:
         cells = [shown([at(curve, (stage + 1) * STAGE) for curve in runs]) for stage in range(3)]
         table.add_row(*name.split(", "), *cells, shown([curve[-1][1] for curve in runs]))
     CONSOLE.print(table)
-    return curves
 
 
 def at(curve: list[tuple[float, float]], time_s: float) -> float:
     """The last loss before a moment."""
     return [loss for moment, loss in curve if moment <= time_s][-1]
-
-
-# ---------------------------------------------------------------------- the picture
-
-
-def draw(values: dict[str, list[list[float]]], curves: dict[str, list[list[tuple[float, float]]]]) -> None:
-    """Goodput by rate of faults, and the loss over time."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    places = range(len(MEAN_TIMES))
-    for (name, each), colour in zip(values.items(), ("red", "blue"), strict=True):
-        left.plot(places, [statistics.median(v) for v in each], "o-", color=PAPER[colour], label=name)
-        left.fill_between(places, [min(v) for v in each], [max(v) for v in each], color=PAPER[colour], alpha=0.2, lw=0)
-    names = ["never" if mean_s == NEVER else f"{mean_s / 60:g}" for mean_s in MEAN_TIMES]
-    left.set_xticks(places, names)
-    left.set(xlabel="minutes between two losses of a worker", ylabel="goodput", ylim=(0, 1.02), title="64 workers")
-    left.legend()
-    for (name, runs), (colour, style) in zip(
-        curves.items(), itertools.product(("red", "blue"), ("--", "-")), strict=True
-    ):
-        first = runs[0]
-        right.plot([t for t, _ in first], [loss for _, loss in first], style, color=PAPER[colour], label=name, lw=1.3)
-    right.set(xlabel="virtual seconds (1 step ~ 1 s)", ylabel="held-out loss", title="One worker, four, two")
-    right.set_ylim(top=3.0)
-    right.legend()
-    PICTURE.parent.mkdir(exist_ok=True)
-    figure.savefig(PICTURE)
-    plt.close(figure)
 
 
 def main() -> int:
@@ -245,11 +204,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_args()
     chosen = arguments.only or PARTS
-    passed, values = goodput(arguments.steps, arguments.seeds) if "goodput" in chosen else (True, {})
-    curves = members(arguments.seeds) if "members" in chosen else {}
-    if values and curves:
-        draw(values, curves)
-    if values:
+    passed = True
+    if "goodput" in chosen:
+        passed = goodput(arguments.steps, arguments.seeds)
+    if "members" in chosen:
+        members(arguments.seeds)
+    if "goodput" in chosen:
         CONSOLE.print("PASS" if passed else "FAIL: Decoupled DiLoCo's goodput is not the higher one under faults.")
     return 0 if passed else 1
 

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import throughput
+from common import prepared
 from network import Network
-from ranks import clean_environment, run_ranks, told_of_errors
+from ranks import run_ranks
 from rich.table import Table
 from throughput import CONSOLE, Patience, Scenario, System
 
@@ -310,7 +311,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    clean_environment()
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
     parts = {
@@ -319,7 +319,7 @@ def main() -> int:
         "fault": fault,
     }
     passed = True
-    with told_of_errors(CONSOLE):
+    with prepared():
         for name, part in parts.items():
             if args.only in (None, name):
                 done = part()

@@ -21,8 +21,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from common import CONSOLE
 from pytorch_lightning import LightningModule
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -33,7 +33,6 @@ from lightning_asgd.plan.timing import TrainingStep, seconds_per_step
 
 GOAL = 0.15
 SHARES = (1.0, 0.8, 0.6, 0.4)
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 class Classifier(LightningModule):

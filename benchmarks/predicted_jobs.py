@@ -29,8 +29,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from ranks import clean_environment, run_ranks, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from ranks import run_ranks
 from rich.table import Table
 from torch.utils.data import TensorDataset
 
@@ -52,7 +52,6 @@ CASES = {
 FASTER, STALER = 0.10, 0.15  # goals
 SCALARS, PERIOD_S, WORKERS = 25_000_000, 2.5, (16, 64, 256, 1024)
 DEADLINE_S = 300.0
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass
@@ -230,11 +229,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of every real job (default %(default)s)")
     parser.add_argument("--only", choices=("jobs", "servers"), help="one of the two parts")
     args = parser.parse_args()
-    clean_environment()
-    torch.set_num_threads(1)
     CONSOLE.print(f"[bold]predicted jobs[/]: load {os.getloadavg()[0]:.1f}")
     good = True
-    with told_of_errors(CONSOLE):
+    with prepared(one_thread=True):
         # In a process of its own: the workers of the jobs are forked from this one, which must have no threads.
         (found,) = run_ranks([calibrate], DEADLINE_S, launched=False)
         calibration: Calibration = found["calibration"]

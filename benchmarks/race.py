@@ -42,17 +42,15 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from network import Network, available, two_machines
-from race_table import draw, ratios, table
-from ranks import Slowness, clean_environment, run_ranks, told_of_errors
-from rich.console import Console
-from rich.markup import escape
+from common import CONSOLE, prepared
+from network import Network, two_machines
+from race_table import ratios, table
+from ranks import Slowness, run_ranks
 from rich.table import Table
 from rivals import local_sgd
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 NSYNC = 10
 START_S = 60.0
 EPOCH_TARGET = 1.1  # times what workers need that add up their speeds
@@ -376,15 +374,11 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=10, help="with --codes")
     parser.add_argument("--work", choices=list(WORKS), action="append", help="with --epoch")
     args = parser.parse_args()
-    clean_environment()
     systems = [system for system in SYSTEMS if system in args.systems or system == "A-SGD"]
     chosen = args.scenario or [name for name, scenario in SCENARIOS.items() if not (args.epoch and scenario.mbit)]
-    if (args.codes or any(SCENARIOS[name].mbit for name in chosen)) and (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
-        return 2
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
 
-    with told_of_errors(CONSOLE):
+    with prepared(machines=bool(args.codes or any(SCENARIOS[name].mbit for name in chosen))):
         if args.codes:
             return 0 if codes(args.repeats, args.epochs) else 1
         if args.epoch:
@@ -398,11 +392,6 @@ def main() -> int:
             folder.mkdir(exist_ok=True)
             content = {n: {"scenario": asdict(SCENARIOS[n]), "runs": runs} for n, runs in results.items()}
             (folder / "race.json").write_text(json.dumps(content, indent=1) + "\n")
-            draw(
-                {SCENARIOS[n].title: runs for n, runs in results.items()},
-                "seconds to the accuracy",
-                folder / "race.png",
-            )
         return 0 if good else 1
 
 

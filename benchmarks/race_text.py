@@ -41,12 +41,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 
 import pytorch_lightning as pl
 import torch
+from common import CONSOLE, prepared
 from fastest import Fastest
-from network import available, two_machines
+from network import two_machines
 from race import Scenario
-from race_table import draw, table
-from ranks import clean_environment, run_ranks, told_of_errors
-from rich.console import Console
+from race_table import table
+from ranks import run_ranks
 from rich.markup import escape
 from rivals import local_sgd
 from rules_sets import AT_ONCE, SETS, Learner
@@ -57,7 +57,6 @@ from torch.utils.data import DataLoader
 from lightning_asgd import ASGDStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 WORKERS, PERIOD, STEP_S = 4, 10, 0.08  # the period is local SGD's
 EPOCHS, MOST_EPOCHS, RUN_S = 2, 6, 400.0
 VALIDATED = 0.25  # of an epoch, between two validations
@@ -206,25 +205,19 @@ def main() -> int:
         "--fastest", type=int, choices=range(1, WORKERS + 1), default=3, help="workers that make a step"
     )
     args = parser.parse_args()
-    clean_environment()
     systems = [system for system in SYSTEMS if system in (*args.systems, ASGD)]
     chosen = args.scenario or list(SCENARIOS)
-    if any(SCENARIOS[name].mbit for name in chosen) and (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
-        return 2
     SETS["text"].data()  # once, for all forked workers
     results: dict[str, Runs] = {}
     folder = ROOT / "results"
     folder.mkdir(exist_ok=True)
-    with told_of_errors(CONSOLE):
+    with prepared(machines=any(SCENARIOS[name].mbit for name in chosen)):
         for seed in range(1, 1 + args.seeds):
             turn(chosen, systems, seed, args.fastest, results)
             content = {name: {"scenario": asdict(SCENARIOS[name]), "runs": runs} for name, runs in results.items()}
             (folder / "race_text.json").write_text(json.dumps(content, indent=1) + "\n")
-    shown = {SCENARIOS[name].title: runs for name, runs in results.items()}
-    for title, runs in shown.items():
-        CONSOLE.print(table(f"{title}: seconds to DDP's loss after {EPOCHS} epochs", runs))
-    draw(shown, "seconds to DDP's final loss", folder / "race_text.png")
+    for name, runs in results.items():
+        CONSOLE.print(table(f"{SCENARIOS[name].title}: seconds to DDP's loss after {EPOCHS} epochs", runs))
     return 0
 
 

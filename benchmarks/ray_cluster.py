@@ -31,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
+from common import CONSOLE, spread, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 sys.path[:0] = FOLDERS
 
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 EPOCHS = 15
 SAMPLES, STEP_S = 3000, 0.1
 START_S = 20.0  # within which servers start, of those that a worker waits for no longer
@@ -54,7 +53,7 @@ def check(holds: bool, what: str) -> None:
 
 
 def show(holds: bool, what: str) -> None:
-    CONSOLE.print(f"{'[green]PASS[/]' if holds else '[red]FAIL[/]'}  {what}")
+    verdict(holds, f"{what}")
 
 
 @contextlib.contextmanager
@@ -387,7 +386,7 @@ def train(folder: str) -> None:
         for left in Path(tempfile.gettempdir()).glob("lightning_checkpoints-job_id=*"):  # of RayTrainReportCallback
             shutil.rmtree(left, ignore_errors=True)
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(found[True], found[False], strict=True)]
-    shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    shown = spread(ratios)
     check(statistics.median(ratios) <= 1 / 3, f"seconds of RayASGDStrategy / RayDDPStrategy: {shown}")
 
 

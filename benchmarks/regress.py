@@ -30,16 +30,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import CONSOLE, prepared
 from network import available
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.97
 CONFIDENCE = 0.95
 RUN_S = 300.0
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,6 @@ def main() -> int:
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats {args.repeats}: expected at least 1")
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
     scenarios = [s for s in SCENARIOS if not args.scenario or s.name in args.scenario]
     if any(s.needs_root for s in scenarios) and (reason := available()) is not None:
         CONSOLE.print(f"left out: {', '.join(s.name for s in scenarios if s.needs_root)}. {reason}")
@@ -219,7 +215,7 @@ def main() -> int:
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
     busy: list[float] = []
     began = time.monotonic()
-    with told_of_errors(CONSOLE), checked_out(args.base) as base:
+    with prepared(), checked_out(args.base) as base:
         trees = (base, ROOT)
         for number, tree in enumerate(trees):
             CONSOLE.print(

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -40,11 +39,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import pytorch_lightning as pl
 import torch
 from codes import verdict
+from common import prepared
 from islands_speed import on_cable
-from network import Network, available, two_machines
+from network import Network, two_machines
 from plain_loop import served
-from ranks import clean_environment, run_ranks, told_of_errors
-from rich.markup import escape
+from ranks import run_ranks
 from rich.table import Table
 from rows_links import SYSTEMS, Conditions, compare, show_links
 from rows_model import OPTIMIZERS, ClickModel, ClickNet, Clicks, Market, accuracy, loader
@@ -252,11 +251,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="that are measured of a run of the links")
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=list(SYSTEMS), help="of the links")
     args = parser.parse_args()
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    if {"bytes", "links"} & {*args.only} and (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot make machines.[/] {escape(reason)}")
-        return 2
     conditions = Conditions(args.workers, args.repeats, args.seconds, args.systems)
     measures: dict[str, Any] = {
         "bytes": (count_bytes, show_bytes),
@@ -265,7 +259,7 @@ def main() -> int:
         "links": (partial(compare, conditions, args.mbit), partial(show_links, conditions)),
     }
     good, results = True, json.loads(FILE.read_text()) if FILE.exists() else {}
-    with told_of_errors(CONSOLE):
+    with prepared(machines=bool({"bytes", "links"} & {*args.only})):
         for part in args.only:
             began = time.monotonic()
             measure, show = measures[part]

@@ -36,8 +36,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 
 import pytorch_lightning as pl
 import torch
-from ranks import clean_environment, run_ranks, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from ranks import run_ranks
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -49,7 +49,6 @@ from lightning_asgd import ASGDStrategy, algorithms
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "results" / "rules.json"
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
 WORKERS, NSYNC, LIMIT, RUN_S = 4, 10, 0.01, 300.0
 DDP, LOCAL, ASGD = "DDP", "LocalSGD", "ASGD"
 BASES = (DDP, LOCAL, ASGD)
@@ -304,7 +303,6 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="draw the losses beside DDP's into this file")
     parser.add_argument("--file", type=Path)
     args = parser.parse_args()
-    clean_environment()
     file = args.file or (FILE if args.longer == 1 else FILE.with_stem(f"rules_longer_{args.longer}"))
     SETS.update({name: replace(problem, epochs=problem.epochs * args.longer) for name, problem in SETS.items()})
     rules = [rule for rule in rules if not args.only or rule.algorithm in args.only or str(rule) == DDP]
@@ -312,7 +310,7 @@ def main() -> int:
         CONSOLE.print("\n".join(reasons))
         return 2
     found, good = known(file), True
-    with told_of_errors(CONSOLE):
+    with prepared():
         if not args.table:
             for name in args.sets:
                 SETS[name].data()  # once, for all forked workers

@@ -2,7 +2,6 @@
 
     python benchmarks/scale.py                       # a few minutes on one core
     python benchmarks/scale.py --workers 16 64       # fewer workers
-    python benchmarks/scale.py --picture scale.png   # draw the curves there
 
 Two servers in one process, without a network: the real service of the coordinator, which has a shard too, and that of
 another shard. Simulated workers send them what real ones do, in virtual time: they claim samples of epochs, train at
@@ -28,17 +27,14 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from rich.console import Console
+from common import CONSOLE
 from rich.table import Table
 from scale_job import KINDS, STEP_S, Job
-from scale_limits import SIZES, exchange_us, measure_limits, show_limits
-from scale_picture import GOAL, LOAD, draw
+from scale_limits import GOAL, LOAD, SIZES, exchange_us, measure_limits, show_limits
 
 WORKERS = (16, 64, 256, 1024)
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 NOT_MESSAGES = ("tick", "garbage", "other")
 OF_RUN = {(server, kind) for server in ("coordinator", "shard") for kind in ("exchange", "beat", "join", "leave")}
 OF_RUN |= {("coordinator", "claim")}
@@ -131,7 +127,6 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=2, help="epochs of a run (default %(default)s)")
     parser.add_argument("--most", type=float, default=600.0, metavar="S", help="seconds of CPU time of a run, at most")
     parser.add_argument("--link", type=float, default=0.0, metavar="MBIT", help="Mbit/s of the network, as a limit")
-    parser.add_argument("--picture", type=Path, help="draw the curves there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sizes = sorted(args.workers)
@@ -140,16 +135,6 @@ def main() -> int:
     good = show(figures, load, sizes)
     limits = measure_limits(args.link, {"exchange": {scalars: exchange_us(scalars) for scalars in SIZES}})
     show_limits(CONSOLE, limits)
-    if args.picture:
-        kinds = {"job": "job", "run": "elastic run"}
-        titles = {(s, name): f"{s}, {kinds[name]}" for s in ("coordinator", "shard") for name in kinds}
-        panels = {
-            title: {kind: by for (job, at, kind), by in figures.items() if (at, job) == (server, name)}
-            for (server, name), title in titles.items()
-        }
-        shares = {kinds[name]: by_size for name, by_size in load.items()}
-        draw(panels, shares, limits, STEP_S, args.picture)
-        CONSOLE.print(f"picture: {args.picture}")
     return 0 if good else 1
 
 

@@ -16,6 +16,8 @@ from lightning_asgd.core.foundation.layout import Role
 from lightning_asgd.core.protocol import Exchange, InitShard, Join, Policy, Reply
 from lightning_asgd.core.server.service import Service
 
+GOAL = 3.0  # times as much with the most workers as with the fewest
+LOAD = 0.2  # of a core, which the coordinator may take
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 25_000_000)  # scalars of a shard
 MOVED, SENT = 16, 8  # bytes per scalar: update and weights are read, weights and answer written; two are sent
 ADDED = 12  # bytes per scalar of an addition in place: two vectors are read, one is written

@@ -2,7 +2,6 @@
 
     python benchmarks/scale_sockets.py                    # a quarter of an hour
     python benchmarks/scale_sockets.py --zmq 16 64 --rpc 16
-    python benchmarks/scale_sockets.py --picture sockets.png
 
 Two servers are started as a job's main process starts them. Clients connect to them, with the code of workers up to the
 training: see :mod:`scale_clients`. With ZeroMQ a process has several clients; with RPC, which allows one, there are as
@@ -32,18 +31,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from ranks import clean_environment, end_all, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from ranks import end_all
 from rich.table import Table
 from scale_clients import SERVERS, SESSION, Place, live
 from scale_job import SCALARS
-from scale_limits import measure_limits, show_limits
-from scale_picture import GOAL, Curves, draw_sockets
+from scale_limits import GOAL, measure_limits, show_limits
 
 from lightning_asgd.core.job import registry, supervisor
 from lightning_asgd.core.job.addresses import LOOPBACK, interface_of
@@ -60,7 +56,6 @@ MEMORY = 120 << 20  # bytes that a forked process with one client takes, at most
 ROLES = ("coordinator", "shard")
 PHASES = ("claim", "exchange", "beat", "contribution")
 KINDS = {"coordinator": (*PHASES, "join", "leave"), "shard": ("exchange", "beat", "join", "leave")}
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
 
 
 def cpu_s(process: int) -> float:
@@ -256,20 +251,6 @@ Found = dict[str, dict[int, Costs]]
 """Costs by transport and number of clients."""
 
 
-def curves(found: Found) -> dict[str, Curves]:
-    """A panel for each transport and server."""
-    panels: dict[str, Curves] = {}
-    for transport, by_size in found.items():
-        for role in ROLES:
-            panel: Curves = defaultdict(dict)
-            for size, costs in by_size.items():
-                for (server, kind), us in costs.us.items():
-                    if server == role:
-                        panel[kind][size] = us
-            panels[f"{role}, {transport}"] = panel
-    return panels
-
-
 def show(found: Found) -> bool:
     """Print the figures, and whether each grows as little as it should; returns whether all do."""
     good = True
@@ -314,13 +295,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--no-sizes", action="store_false", dest="sizes", help="measure no larger shards")
     parser.add_argument("--link", type=float, default=0.0, metavar="MBIT", help="Mbit/s of the network, as a limit")
-    parser.add_argument("--picture", type=Path, help="draw the curves there")
     args = parser.parse_args()
-    clean_environment()
-    torch.set_num_threads(1)
     CONSOLE.print(f"[bold]scale over sockets[/]: {args.repeats} repeats (load {os.getloadavg()[0]:.1f})")
     found: Found = {}
-    with told_of_errors(CONSOLE):
+    with prepared(one_thread=True):
         for transport, sizes in (("zmq", sorted(args.zmq)), ("rpc", fitting(sorted(args.rpc)))):
             if sizes:
                 registry.kind_of(transport).provide_secret(one_machine=True)
@@ -328,14 +306,10 @@ def main() -> int:
                 begun = time.monotonic()
                 found.setdefault(transport, {})[size] = measure(transport, size, args.repeats)
                 CONSOLE.print(f"  {transport}, {size:5} clients: {time.monotonic() - begun:.0f} s")
-        good, limits = show(found), None
+        good = show(found)
         if args.sizes:
             sizes = {f"exchange, {transport}": measure_sizes(transport) for transport in found}
-            limits = measure_limits(args.link, sizes)
-            show_limits(CONSOLE, limits)
-    if args.picture:
-        draw_sockets(curves(found), limits, args.picture)
-        CONSOLE.print(f"picture: {args.picture}")
+            show_limits(CONSOLE, measure_limits(args.link, sizes))
     return 0 if good else 1
 
 

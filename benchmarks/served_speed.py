@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,8 @@ from typing import Any
 import pytorch_lightning as pl
 import throughput
 import torch
+from common import CONSOLE
 from ranks import run_ranks
-from rich.console import Console
 from rich.table import Table
 from rules import spread
 from throughput import Scenario, trainer_options
@@ -31,7 +30,6 @@ from lightning_asgd import ASGDStrategy, ServedEmbedding
 
 __all__ = ["CONSOLE", "NSYNC", "WIDTH", "Pairs", "TwoTowers", "skewed", "speed", "temporary"]
 
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 WIDTH, NSYNC = 64, 10
 PAIRS, BATCHES = 2048, 200  # of a batch of the speed, which is twice as many rows; and batches before they repeat
 LOCAL = "in memory"

@@ -41,7 +41,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import psutil
 import pytorch_lightning as pl
 import torch
-from ranks import clean_environment, run_ranks, servers_of, told_of_errors
+from common import prepared
+from ranks import run_ranks, servers_of
 from rich.table import Table
 from served_speed import CONSOLE, NSYNC, WIDTH, Pairs, TwoTowers, skewed, speed, temporary
 from throughput import trainer_options
@@ -284,9 +285,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300, help="after which values are compared")
     parser.add_argument("--folder", type=Path, help="where the tables lie meanwhile; the default is the system's")
     args = parser.parse_args()
-    clean_environment()
     good, results = True, json.loads(FILE.read_text()) if FILE.exists() else {}
-    with told_of_errors(CONSOLE):
+    with prepared():
         for name in args.only:
             began = time.monotonic()
             results[name], passed = parts[name](args)

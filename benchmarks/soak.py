@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from memory import kilobytes
+from common import CONSOLE, verdict
+from jobs import megabytes
 from ranks import clean_environment
-from rich.console import Console
 from rich.table import Table
 from throughput import build_loader, build_module, trainer_options
 
@@ -34,7 +34,6 @@ from lightning_asgd.core.job.reaper import started
 SETTLE = 10  # first fits, in which caches fill
 GROWTH_MB = 6.0  # between the first and the last third of the fits; keeping every fit's weights would make 25
 GONE_S = 15.0  # for processes to end after their program
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 COUNTS = ("processes", "threads", "files", "ports", "server threads", "server files")
 MEMORY = ("memory", "server memory")
 
@@ -80,17 +79,11 @@ def figures() -> dict[str, Any]:
         "ports": sum(c.status == psutil.CONN_LISTEN for c in connections),
         "server threads": sum(p.num_threads() for p in servers),
         "server files": sum(p.num_fds() for p in servers),
-        "memory": _memory_mb(me),
-        "server memory": sum(_memory_mb(p) for p in servers),
+        "memory": megabytes(me),
+        "server memory": sum(megabytes(p) for p in servers),
         "listening": sorted({c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}),
         "children": [(p.pid, started(p.pid)) for p in children],
     }
-
-
-def _memory_mb(process: psutil.Process) -> float:
-    """Without program files, whose share depends on what else runs."""
-    status = kilobytes(Path(f"/proc/{process.pid}/status"))
-    return (status["RssAnon"] + status["RssShmem"]) / 1e3
 
 
 # ---------------------------------------------------------------------- watching it
@@ -124,7 +117,7 @@ def watch(mode: str, fits: int) -> bool:
         return False
     verdicts = [*_judge(reports), ("nothing is left after the end" if not left else "; ".join(left), not left)]
     for text, good in verdicts:
-        CONSOLE.print(f"{'[green]PASS[/]' if good else '[red]FAIL[/]'}  {mode}: {text}")
+        verdict(good, f"{mode}: {text}")
     if empty:
         CONSOLE.print(
             f"note: {empty} empty directories are left in the temporary directory; Lightning's forking launcher"

@@ -30,7 +30,6 @@ import contextlib
 import os
 import random
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -43,15 +42,11 @@ from urllib.parse import urlparse
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
 
-import torch
+from common import CONSOLE, prepared, verdict
 from network import Network, available, two_machines
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
 from rich.markup import escape
-from strangers_jobs import SAMPLES, SILENCE_S, Job, Load, Place
+from strangers_jobs import SAMPLES, SILENCE_S, Job, Load, Place, serve
 from strangers_server import attack_a_server, fuzz, workers_that_come_and_go, write_keys
-
-from lightning_asgd.core.algorithms.config import SECRET_ENV
 
 WITHIN_S = 10.0  # until the servers use what they used before
 MORE_CPU, MORE_MB = 0.15, 20.0  # of a second per second, and of memory: what varies without any stranger
@@ -59,13 +54,6 @@ REJOIN_S = 3.0
 RESTARTS = 10
 IDLE = 1500
 MESSAGES = 10_000
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-
-
-def row(fine: bool, text: str) -> bool:
-    """Print a verdict."""
-    CONSOLE.print(f"{'[green]PASS[/]' if fine else '[red]FAIL[/]'}  {escape(text)}")
-    return fine
 
 
 # ---------------------------------------------------------------------- what is tried while two workers train
@@ -92,9 +80,7 @@ def second_start(job: Job, chance: random.Random) -> str:
 def second_job(job: Job, chance: random.Random) -> str:
     """The first node of a second job at the same port."""
     if job.place.serves:
-        from strangers_jobs import _serve
-
-        job.fork("second", _serve, job.place, job.folder / "..", job.port)
+        job.fork("second", serve, job.place, job.folder.parent / "second.log", job.port, 1)
         job.processes["second"].join(30)
         assert job.processes["second"].exitcode not in (None, 0)
         return f"its exit code is {job.processes['second'].exitcode}"
@@ -250,25 +236,25 @@ def disturb(place: Place, names: list[str], chance: random.Random, restarts: boo
         job = Job(place, Path(folder) / "job", port, {"restarts": restarts})
         try:
             for name in names:
-                before, server = job.load(), job.servers[0].pid
+                before, server = job.load(), job.server.pid
                 try:
                     said = TRIED[name](job, chance)
                     job.train()
                     fine, used = back(job, before)
-                    if job.servers[0].pid != server:
+                    if job.server.pid != server:
                         said += "; the server was replaced"
                         fine &= place.transport == "rpc"
                 except AssertionError as error:
                     fine, said, used = False, str(error), ""
-                good &= row(fine, f"{place.name}: {name}: {said}; {used}")
-            codes, told = job.end()
+                good &= verdict(fine, f"{place.name}: {name}: {said}; {used}")
+            codes, told = job.finish()
             done = set(codes.values()) == {0} and all(t.get("ended") for t in told)
             exact = done and all(t["seen"] == [[float(t["epochs"]), SAMPLES]] for t in told)
             epochs = told[0].get("epochs")
             text = f"exit codes {codes}, {SAMPLES} samples trained {epochs} times each: {'yes' if exact else told}"
-            good &= row(exact, f"{place.name}: {text}")
+            good &= verdict(exact, f"{place.name}: {text}")
         except RuntimeError as error:
-            good = row(False, f"{place.name}: {error}")
+            good = verdict(False, f"{place.name}: {error}")
         finally:
             job.close()
     return good
@@ -299,7 +285,7 @@ def raises(place: Place, policy: str) -> bool:
             job.close()
     text = f"shown on node 0 {took:.1f} s after node 1 had ended, exit codes of nodes 0 and 1: {codes}"
     text = f"{place.name}: node 1 raises at step 20, on_worker_failure={policy!r}: {text}"
-    return row(fine, text if fine else f"{text}\n{said}")
+    return verdict(fine, text if fine else f"{text}\n{said}")
 
 
 @contextlib.contextmanager
@@ -319,10 +305,6 @@ def main() -> int:
     parser.add_argument("--places", choices=("two", "job", "serve"), action="append", help="the default is all three")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    clean_environment()
-    os.environ[SECRET_ENV] = secrets.token_hex(32)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    torch.set_num_threads(1)
     chance, reason, good, begun = random.Random(args.seed), available(), True, time.monotonic()
     chosen = args.only or [*TRIED, *others]
     names = [name for name in TRIED if name in chosen]
@@ -331,7 +313,7 @@ def main() -> int:
     if reason is not None:
         CONSOLE.print(f"No two machines here: {escape(reason)}", style="dim")
         where = [kind for kind in where if kind != "two"]
-    with told_of_errors(CONSOLE), contextlib.ExitStack() as stack:
+    with prepared(one_thread=True, secret=True), contextlib.ExitStack() as stack:
         network: Network | None = stack.enter_context(two_machines()) if reason is None else None
         for transport in transports:
             for kind in where if names else []:
@@ -340,9 +322,9 @@ def main() -> int:
             for policy in ("continue", "abort") if "exception" in chosen else ():
                 good &= raises(Place(transport, network, False), policy)
         if "come and go" in chosen:
-            good &= row(*workers_that_come_and_go(2000))
+            good &= verdict(*workers_that_come_and_go(2000))
         if "server" in chosen:
-            good &= attack_a_server(MESSAGES, args.seed, CONSOLE)
+            good &= attack_a_server(MESSAGES, args.seed)
     CONSOLE.print(f"{time.monotonic() - begun:.0f} s")
     return 0 if good else 1
 

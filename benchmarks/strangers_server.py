@@ -31,8 +31,8 @@ from typing import Any
 import psutil
 import torch
 import zmq
-from memory import kilobytes
-from rich.console import Console
+from common import verdict
+from jobs import megabytes
 
 from lightning_asgd.algorithms import ASGD
 from lightning_asgd.core.algorithms.config import SECRET_ENV
@@ -145,38 +145,26 @@ def insider(chance: random.Random, number: int) -> list[bytes]:
     )
 
 
-def memory_mb(process: psutil.Process) -> float:
-    try:
-        status = kilobytes(Path(f"/proc/{process.pid}/status"))
-    except FileNotFoundError as error:
-        raise psutil.NoSuchProcess(process.pid) from error
-    if "RssAnon" not in status:
-        raise psutil.ZombieProcess(process.pid)
-    return (status["RssAnon"] + status["RssShmem"]) / 1e3
-
-
 def beat(number: int) -> list[bytes]:
     """A message that is answered when all before it have been read."""
     header, _ = codec.encode(Heartbeat(SESSION, 1))
     return [json.dumps(["somebody", number, [], [], header.decode()]).encode()]
 
 
-def attack(console: Console, server: psutil.Process, what: str, number: int, send: Any) -> bool:
+def attack(server: psutil.Process, what: str, number: int, send: Any) -> bool:
     """Whether the server needs no more memory for twice the number than for the number, as seen between bursts."""
-    sizes = [memory_mb(server)]
+    sizes = [megabytes(server)]
     for turn in range(2):
         peak = 0.0
         for index in range(number):
             send(turn * number + index)
             if (index + 1) % BURST == 0:
-                peak = max(peak, memory_mb(server))
-        sizes.append(max(peak, memory_mb(server)))
+                peak = max(peak, megabytes(server))
+        sizes.append(max(peak, megabytes(server)))
     fine = sizes[2] <= sizes[1] + GROWTH_MB
-    verdict = "[green]PASS[/]" if fine else "[red]FAIL[/]"
     about = f"{server.num_fds()} files open, {server.num_threads()} threads"
     before, first, then = (f"{size:.1f} MB" for size in sizes)
-    console.print(f"{verdict}  {number:,} {what}: {before} before, at most {first}, {then} for as many again; {about}")
-    return fine
+    return verdict(fine, f"{number:,} {what}: {before} before, at most {first}, {then} for as many again; {about}")
 
 
 @contextlib.contextmanager
@@ -207,7 +195,7 @@ def dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
     return peer
 
 
-def attack_a_server(number: int, seed: int, console: Console) -> bool:
+def attack_a_server(number: int, seed: int) -> bool:
     """Whether a server serves on while thousands of strangers and a broken worker talk to it."""
     chance = random.Random(seed)
     with server_process() as (server, address):
@@ -216,7 +204,7 @@ def attack_a_server(number: int, seed: int, console: Console) -> bool:
         pusher.start()
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         strangers = "connections of strangers to a server alone"
-        good = attack(console, server, strangers, number, lambda _: stranger((host, int(port)), chance))
+        good = attack(server, strangers, number, lambda _: stranger((host, int(port)), chance))
         context = zmq.Context()
         peer = dealer(context, address)
 
@@ -233,7 +221,7 @@ def attack_a_server(number: int, seed: int, console: Console) -> bool:
             while json.loads(peer.recv_multipart()[0])[0] != -index:
                 pass
 
-        good &= attack(console, server, "messages of a broken worker to it", number, send)
+        good &= attack(server, "messages of a broken worker to it", number, send)
         peer.close()
         context.term()
         pusher.over.set()
@@ -243,9 +231,8 @@ def attack_a_server(number: int, seed: int, console: Console) -> bool:
         late.close()
         transport.close()
         exact = not pusher.is_alive() and pusher.held == pusher.pushed
-        verdict = "[green]PASS[/]" if exact else "[red]FAIL[/]"
-        console.print(f"{verdict}  {pusher.pushed:,} pushes meanwhile, the server holds {pusher.held:,.0f}")
-    return good and exact
+        good &= verdict(exact, f"{pusher.pushed:,} pushes meanwhile, the server holds {pusher.held:,.0f}")
+    return good
 
 
 # ---------------------------------------------------------------------- against the servers of a job
@@ -365,7 +352,7 @@ def workers_that_come_and_go(number: int) -> tuple[bool, str]:
                 for _ in range(500):
                     say(Heartbeat("r", first, 10**9))
                 best.append((used_ns() - begun) / 500 / 1e6)
-            return min(best), memory_mb(server)
+            return min(best), megabytes(server)
 
         first = comes()
         for _ in range(50):  # what the first ones cost only once

@@ -30,9 +30,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from common import CONSOLE, spread
 from libraries.overlay import OverlayError, overlay
 from ranks import clean_environment
-from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,6 @@ KINDS = (
 )
 LIMIT_S = 180.0
 STREAMS, TARGET = ("WebDataset", "datasets, iterable"), 1.05
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def python_of(kind: str) -> Path:
@@ -204,7 +203,7 @@ def speeds(folder: Path, repeats: int) -> bool:
     for name, each in took.items():
         mine = next((f"{kind}, the fast worker alone" for kind in STREAMS if name == f"{kind}, A-SGD"), name)
         ratios = [[a / b for a, b in zip(each, took[base], strict=False)] for base in ("map, A-SGD", mine)]
-        shown = [f"{statistics.median(r):.2f} ({min(r):.2f}-{max(r):.2f})" if r else "" for r in (each, *ratios)]
+        shown = [spread(r) if r else "" for r in (each, *ratios)]
         table.add_row(name, *shown[: 3 if mine != name else 2])
         if mine != name:
             passed &= bool(each) and statistics.median(ratios[0]) <= TARGET and statistics.median(ratios[1]) <= 1

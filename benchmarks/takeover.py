@@ -19,23 +19,22 @@ import json
 import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-from ranks import clean_environment, told_of_errors
-from rich.console import Console
+from common import CONSOLE, prepared
+from jobs import Processes, wait_until
 
 from lightning_asgd.algorithms import ASGD
-from lightning_asgd.core.algorithms.config import SECRET_ENV, ExchangeConfig
+from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.layout import build_layout
 from lightning_asgd.core.job import registry
 from lightning_asgd.core.job.rendezvous import Rendezvous
@@ -55,8 +54,6 @@ SCALARS, SERVERS, STEP_S, NSYNC, SILENCE_S, BEAT_S = 10_000, 2, 0.5, 4, 10.0, 1.
 PROCESSES = 4
 WAIT_S = 120.0
 TAKES_OVER = "This host takes over"
-COMMAND = "from lightning_asgd.cli.command_line import main; raise SystemExit(main())"
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 class Worker:
@@ -149,44 +146,17 @@ def work(number: int, places: list[tuple[str, int]], folder: Path, process: int)
     os._exit(0)
 
 
-class Hosts:
-    """Two `serve` processes on this machine."""
+class Hosts(Processes):
+    """Two `serve` processes on this machine, of which the second one has joined; ``places`` are their addresses."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.processes, self.places = folder, list[subprocess.Popen[bytes]](), list[tuple[str, int]]()
+        super().__init__(folder)
+        self.places: list[tuple[str, int]] = []
         for number in range(2):
             joins = f"--join=127.0.0.1:{self.places[0][1]}" if number else f"--num-servers={SERVERS}"
-            with (folder / f"serve-{number}.log").open("w") as log:
-                about = ["serve", "127.0.0.1:0/takeover", "--transport=zmq", joins]
-                command = [sys.executable, "-c", COMMAND, *about]
-                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-            try:
-                wait(lambda number=number: 'run="' in self.said(number), "host")  # type: ignore[misc]
-            except RuntimeError as error:
-                self.close()
-                raise RuntimeError(f"{error}\n{self.said(number)}") from error
-            run = self.said(number).partition('run="')[2].partition("/")[0]  # of the second host: both addresses
+            self.serve(f"serve-{number}", None, 0, "0/takeover", "--transport=zmq", joins)
+            run = self.address(f"serve-{number}").partition("/")[0]  # of the second host: both addresses
             self.places.append(("127.0.0.1", int(run.rpartition(":")[2])))
-
-    def said(self, number: int) -> str:
-        """What one has printed."""
-        return (self.folder / f"serve-{number}.log").read_text()
-
-    def close(self) -> None:
-        """End both."""
-        for process in self.processes:
-            process.terminate()
-        for process in self.processes:
-            process.wait(30)
-
-
-def wait(condition: Any, what: str) -> None:
-    """Wait for something, within two minutes."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"No {what} within {WAIT_S:g} s.")
-        time.sleep(0.02)
 
 
 def measure(workers: int) -> bool:
@@ -196,6 +166,7 @@ def measure(workers: int) -> bool:
         hosts = Hosts(folder)
         share = workers // PROCESSES
         members = [fork(target=work, args=(share, hosts.places, folder, number)) for number in range(PROCESSES)]
+        wait = partial(wait_until, seconds=WAIT_S, every_s=0.02)
         try:
             for member in members:
                 member.start()
@@ -204,16 +175,15 @@ def measure(workers: int) -> bool:
                 files = [folder / f"{number}.json" for number in range(PROCESSES)]
                 return [json.loads(file.read_text())[what] for file in files if file.exists()]
 
-            wait(lambda: sum(told("trains")) == workers, "training")
+            wait(lambda: sum(told("trains")) == workers, what="training")
             time.sleep(5.0)
             begun = time.monotonic()
-            hosts.processes[0].kill()
+            hosts.processes["serve-0"].kill()
             (folder / "killed").touch()
-            wait(lambda: TAKES_OVER in hosts.said(1), "takeover")
-            took = time.monotonic() - begun
-            wait(lambda: sum(map(len, told("done"))) == workers, "exchange of all workers")
+            took = wait(lambda: TAKES_OVER in hosts.said("serve-1"), what="takeover") - begun
+            wait(lambda: sum(map(len, told("done"))) == workers, what="exchange of all workers")
             done = sorted(at - begun for each in told("done") for at in each)
-            wait(lambda: sum(map(len, told("told"))) == workers, "last exchange")
+            wait(lambda: sum(map(len, told("told"))) == workers, what="last exchange")
             results = [result for each in told("told") for result in each]
         finally:
             (folder / "end").touch()
@@ -236,11 +206,7 @@ def main() -> int:
     for workers in args.workers or ():
         if workers < PROCESSES or workers % PROCESSES:
             parser.error(f"--workers {workers}. Expected a multiple of {PROCESSES}, the number of processes.")
-    clean_environment()
-    os.environ[SECRET_ENV] = "for this program's processes only"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    torch.set_num_threads(1)
-    with told_of_errors(CONSOLE):
+    with prepared(one_thread=True, secret=True):
         good = [measure(workers) for workers in args.workers or [16, 64, 256]]
         return 0 if all(good) else 1
 

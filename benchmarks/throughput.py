@@ -22,7 +22,6 @@ import math
 import mmap
 import os
 import platform
-import signal
 import statistics
 import struct
 import sys
@@ -34,10 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from network import Network, available, two_machines
-from ranks import Slowness, clean_environment, run_ranks, servers_of, told_of_errors
-from rich.console import Console
-from rich.markup import escape
+from common import BARE, CONSOLE, prepared, spread
+from network import Network, two_machines
+from ranks import Slowness, run_ranks, servers_of
 from rich.table import Table
 from rivals import async_sgd, averaging, local_sgd, unconnected
 from rivals_hivemind import peer
@@ -71,7 +69,6 @@ IN_STEP = ("DDP", AFTER_BACKWARD, "local SGD", "layer-wise", "bare local SGD", "
 TOGETHER = (*IN_STEP, "A-SGD", "A-SGD loop", "hivemind")  # their ranks belong to one job
 DISTURBED = 0.15  # share of a core that other programs may take
 START_S = 180.0  # for a run to start and to end, beside its window
-CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass(frozen=True)
@@ -231,8 +228,7 @@ def build_loader(samples: int, batch: int, distinct: int = 2048, pixels: int = 3
 
 def trainer_options() -> dict[str, Any]:
     """What all runs have in common: no logging, no checkpoints, no bars."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return {"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(off, False)}
+    return {"accelerator": "cpu", "max_epochs": 1, **BARE}
 
 
 def train(
@@ -541,10 +537,10 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     for heading in ("", *titles):
         speeds.add_column(heading, justify="right" if heading else "left")
     for name, results in runs.items():
-        row = [name, _spread([r["samples_per_s"] for r in results], "{:.0f}")]
+        row = [name, spread([r["samples_per_s"] for r in results], "{:.0f}")]
         for base in bases:
             same = name.partition(" nsync ")[0] in (base, "one alone")
-            row.append("" if same else _spread(ratios(scenario, runs, name, base), "{:.2f}"))
+            row.append("" if same else spread(ratios(scenario, runs, name, base), "{:.2f}"))
         speeds.add_row(*row)
     CONSOLE.print(speeds)
     columns = {
@@ -576,11 +572,6 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
 def disturbance(runs: dict[str, list[dict[str, Any]]]) -> float:
     """Share of a core that other programs took in the median run."""
     return statistics.median(r["other_cpu_share"] for results in runs.values() for r in results)
-
-
-def _spread(values: list[float], form: str) -> str:
-    median, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
-    return f"{median} ({low}-{high})"
 
 
 def targets(scenario: Scenario) -> list[Target]:
@@ -629,34 +620,6 @@ def check(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> bool:
     if not targets(scenario):
         CONSOLE.print(f"no target for {scenario.name}")
     return passed
-
-
-def draw(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: str) -> None:
-    """Bars of the medians with a dot for every run."""
-    from lightning_asgd.report.picture_style import PAPER, SYSTEM_COLOURS, pyplot
-
-    plt = pyplot()
-    columns = min(4, len(results))
-    rows = -(-len(results) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(1 + 4.3 * columns, 3.6 * rows), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(results) :]:
-        axis.axis("off")
-    for axis, (scenario, runs) in zip(axes.flat, results, strict=False):
-        for place, system in enumerate(scenario.systems):
-            speeds = [r["samples_per_s"] for r in runs[str(system)]]
-            axis.bar(place, statistics.median(speeds), color=SYSTEM_COLOURS[system.kind])
-            axis.plot([place] * len(speeds), speeds, ".", color=PAPER["ink"], markersize=4)
-        labels = [str(system).replace(" nsync", "\nnsync").replace("one ", "one\n") for system in scenario.systems]
-        axis.set_xticks(range(len(labels)), labels, fontsize=8)
-        axis.set_title(scenario.name)
-    for row in axes:
-        row[0].set_ylabel("samples/s of all workers")
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
-    plt.close(figure)
-    CONSOLE.print(f"picture: {file}")
 
 
 def save(results: list[tuple[Scenario, dict[str, list[dict[str, Any]]]]], file: str) -> None:
@@ -738,7 +701,6 @@ def parse() -> tuple[list[Scenario], argparse.Namespace]:
         help="seconds in total to wait for other programs, and to repeat runs that they disturbed",
     )
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--picture", metavar="FILE")
     args = parser.parse_args()
     if args.workers < 1 or args.repeats < 1 or any(n != "auto" and n < 1 for n in args.nsync):
         parser.error("--workers, --repeats and --nsync must be at least 1")
@@ -786,25 +748,18 @@ def _conditions(scenario: Scenario) -> tuple[Any, ...]:
 def main() -> int:
     scenarios, args = parse()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
-    clean_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    if any(s.bandwidth for s in scenarios) and (reason := available()) is not None:
-        CONSOLE.print(f"[red]Cannot limit the bandwidth.[/] {escape(reason)}")
-        return 2
     with CONSOLE.status("importing torch and Lightning") if CONSOLE.is_terminal else contextlib.nullcontext():
         import pytorch_lightning  # noqa: F401  # once, for all forked ranks
     results = []
     passed = True
     patience = Patience(args.patience)
-    with told_of_errors(CONSOLE):
+    with prepared(machines=any(s.bandwidth for s in scenarios)):
         for scenario in scenarios:
             runs = measure(scenario, patience)
             results.append((scenario, runs))
             show(scenario, runs)
             if args.json:
                 save(results, args.json)
-            if args.picture:
-                draw(results, args.picture)
     if args.check:
         CONSOLE.print()
         verdicts = [check(scenario, runs) for scenario, runs in results]
