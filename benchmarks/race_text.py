@@ -44,8 +44,7 @@ import torch
 from common import CONSOLE, prepared
 from fastest import Fastest
 from network import two_machines
-from race import Scenario
-from race_table import table
+from race import Scenario, table
 from ranks import run_ranks
 from rich.markup import escape
 from rivals import local_sgd

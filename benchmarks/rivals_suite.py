@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import rivals_hivemind
-import rivals_torchft
 from libraries.overlay import OverlayError, overlay
+from rivals import REQUIREMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
-REQUIREMENTS = (rivals_torchft.REQUIREMENT, rivals_hivemind.REQUIREMENT)
 IN_A_TRAINER = ("unconnected", "DDP", "A-SGD")
 LOOPS = ("bare torch", "bare local SGD", "torchft", "hivemind")
 OPTIONS = ("--unconnected", "--bare", "--rivals", "--seconds=10", "--repeats=3", "--systems", *IN_A_TRAINER, *LOOPS)

@@ -37,9 +37,7 @@ from common import BARE, CONSOLE, prepared, spread
 from network import Network, two_machines
 from ranks import Slowness, run_ranks, servers_of
 from rich.table import Table
-from rivals import async_sgd, averaging, local_sgd, unconnected
-from rivals_hivemind import peer
-from rivals_torchft import replica_group
+from rivals import async_sgd, averaging, local_sgd, peer, replica_group, unconnected
 
 WARM_UP_S = 1.5  # training before the window starts
 AHEAD = 5  # steps that DDP still takes after its time is up, and twice the period between two meetings of its ranks
