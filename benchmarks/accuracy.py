@@ -19,27 +19,24 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
-import json
-import logging
 import math
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
 
 import torch
-from common import CONSOLE
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from ranks import clean_environment
+from common import CONSOLE, prepared
+from counts import fit
+from ledger import Ledger
+from pytorch_lightning import Callback, LightningModule, seed_everything
+from ranks import run_ranks
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -55,6 +52,7 @@ GOAL = 0.003
 READ = (1, 3, 10)  # epochs
 TRAINED, TESTED = 20_000, 10_000
 BATCH = 64
+RUN_S = 3600.0  # for a run to end
 WAYS = ("DDP", "leases", "split", "leases, nsync=10")
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -102,18 +100,13 @@ class CNN(LightningModule):
 
 
 class Accuracies(Callback):
-    """The accuracy after every epoch, written to a file: the workers are forked, and only a file brings it back."""
+    """The accuracy after every epoch."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.values: list[float] = []
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.values.append(float(trainer.callback_metrics["correct"]) / TESTED)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps(self.values))
 
 
 def read(part: str, count: int) -> TensorDataset:
@@ -126,51 +119,26 @@ def read(part: str, count: int) -> TensorDataset:
     return TensorDataset((images - 0.286) / 0.353, labels.long())
 
 
-def fit(cell: Cell, epochs: int, train: TensorDataset, test: TensorDataset, path: Path) -> None:
-    """One training run, the first and only one of this process."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    with path.with_suffix(".log").open("w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def missing_images() -> str | None:
+    """Why there are no images here, as a sentence; None if there are."""
+    if not IMAGES.is_dir():
+        return f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}"
+    return None
+
+
+def train(cell: Cell, epochs: int, data: tuple[TensorDataset, TensorDataset]) -> dict[str, Any]:
+    """Train as one of the workers."""
     torch.set_num_threads(1)
-    seed_everything(cell.seed)
-    ours = cell.way != "DDP"
-    data, _, nsync = cell.way.partition(", nsync=")
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=cell.workers,
-        strategy=ASGDStrategy(int(nsync) if nsync else None, data=data, start_method="fork") if ours else "ddp_fork",
-        max_epochs=epochs,
-        callbacks=[Accuracies(path)],
-        num_sanity_val_steps=0,
-        **dict.fromkeys(off, False),
-    )
-    trainer.fit(CNN(cell.optimizer), DataLoader(train, BATCH, shuffle=True), DataLoader(test, 500))
+    seed_everything(cell.seed, verbose=False)
+    way, _, nsync = cell.way.partition(", nsync=")
+    strategy = "ddp" if way == "DDP" else ASGDStrategy(int(nsync) if nsync else None, data=way)
+    loaders, accuracies = (DataLoader(data[0], BATCH, shuffle=True), DataLoader(data[1], 500)), Accuracies()
+    about = {"devices": cell.workers, "max_epochs": epochs, "callbacks": [accuracies]}
+    fit(CNN(cell.optimizer), loaders, strategy=strategy, **about)
+    return {"accuracies": accuracies.values}
 
 
-def run(cell: Cell, epochs: int, data: tuple[TensorDataset, TensorDataset]) -> dict[str, Any]:
-    """Run a cell in a process forked from this one, which has imported everything but started nothing.
-
-    Raises:
-        RuntimeError: it failed; the text holds its last output.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "accuracies.json"
-        process = multiprocessing.get_context("fork").Process(target=fit, args=(cell, epochs, *data, path))
-        began = time.monotonic()
-        process.start()
-        process.join()
-        if process.exitcode or not path.exists():
-            output = path.with_suffix(".log").read_text() if path.with_suffix(".log").exists() else ""
-            raise RuntimeError(f"{cell} ended with exit code {process.exitcode}:\n{output[-4000:]}")
-        accuracies = json.loads(path.read_text())
-    made_with = digest() if cell.way != "DDP" else ""
-    seconds = round(time.monotonic() - began, 1)
-    return {**asdict(cell), "epochs": epochs, "made_with": made_with, "seconds": seconds, "accuracies": accuracies}
-
-
+@cache
 def digest() -> str:
     """Changes with the files of lightning_asgd."""
     found = hashlib.sha256()
@@ -179,26 +147,14 @@ def digest() -> str:
     return found.hexdigest()[:12]
 
 
-def cells(optimizers: Iterable[str], workers: int | None, seeds: int | None) -> Iterator[Cell]:
+def cells(optimizers: Iterable[str], workers: int | None, seeds: int | None, ways: Sequence[str]) -> Iterator[Cell]:
     """All runs, seed by seed, so that an interrupted table has equal rows."""
     plan = [("Adam", 2, 10), ("SGD", 2, 10), ("AdamW", 2, 5), ("Adam", 4, 5), ("SGD", 4, 5)]
     for seed in range(1, 1 + max(count for *_, count in plan)):
         for optimizer, number, count in plan:
             chosen = optimizer in optimizers and workers in (None, number)
             if chosen and seed <= min(count, seeds or count):
-                yield from (Cell(optimizer, number, way, seed) for way in WAYS)
-
-
-def known(file: Path, epochs: int) -> dict[Cell, list[float]]:
-    """What the file holds that still counts."""
-    found = {}
-    if file.exists():
-        current = digest()
-        for line in file.read_text().splitlines():
-            entry = json.loads(line)
-            if entry["epochs"] == epochs and entry["made_with"] in ("", current):
-                found[Cell(*(entry[name] for name in ("optimizer", "workers", "way", "seed")))] = entry["accuracies"]
-    return found
+                yield from (Cell(optimizer, number, way, seed) for way in WAYS if way in ways)
 
 
 def show(found: dict[Cell, list[float]], epochs: int) -> bool:
@@ -253,22 +209,21 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="run nothing, print the results so far")
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
-    found = known(args.file, args.epochs)
+    ledger = Ledger(args.file, lambda key: "" if "DDP" in key else digest())
     if not args.table:
-        if not IMAGES.is_dir():
-            CONSOLE.print(f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}")
+        if (reason := missing_images()) is not None:
+            CONSOLE.print(reason)
             return 2
-        clean_environment()
         data = read("train", TRAINED), read("t10k", TESTED)
-        args.file.parent.mkdir(exist_ok=True)
-        for cell in cells(args.optimizer, args.workers, args.seeds):
-            if cell in found or cell.way not in args.way:
-                continue
-            entry = run(cell, args.epochs, data)
-            with args.file.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-            found[cell] = entry["accuracies"]
-            CONSOLE.print(f"{cell}: {entry['seconds']:.0f} s, {', '.join(f'{a:.4f}' for a in entry['accuracies'])}")
+
+        def run(epochs: int, *cell: Any) -> Any:
+            ranks = [partial(train, Cell(*cell), epochs, data)] * Cell(*cell).workers
+            return run_ranks(ranks, RUN_S)[0]["accuracies"]
+
+        with prepared(one_thread=True):
+            todo = cells(args.optimizer, args.workers, args.seeds, args.way)
+            ledger.complete(((args.epochs, *astuple(cell)) for cell in todo), run)
+    found = {Cell(*cell): each for (epochs, *cell), each in ledger.found.items() if epochs == args.epochs}
     return 0 if show(found, args.epochs) else 1
 
 

@@ -25,11 +25,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not depend on the machine's cores
 
 import torch
-from accuracy import BATCH, CNN, CONSOLE, IMAGES, OPTIMIZERS, PACKAGE, ROOT, TESTED, TRAINED, difference, read
+from accuracy import BATCH, CNN, CONSOLE, OPTIMIZERS, ROOT, TESTED, TRAINED, difference, missing_images, read
+from ledger import Ledger
 from rich.table import Table
 from shares import Shares, train_together
 from torch import Tensor, nn
@@ -142,36 +141,25 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="Adam")
     parser.add_argument("--file", type=Path, default=FILE)
     args = parser.parse_args()
-    if not IMAGES.is_dir():
-        CONSOLE.print(f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}")
+    if (reason := missing_images()) is not None:
+        CONSOLE.print(reason)
         return 2
     torch.set_num_threads(1)
     train_set, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
     sources = map(inspect.getsource, (Shares, train_together, images, train, accuracies))
     version = hashlib.sha256("".join([*sources, repr(ROWS)]).encode()).hexdigest()[:12]
-    names = "optimizer", "epochs", "workers", "row", "seed"
-    known = {}
-    if args.file.exists():
-        for entry in map(json.loads, args.file.read_text().splitlines()):
-            if entry["version"] == version:
-                known[tuple(entry[name] for name in names)] = entry["found"]
-    args.file.parent.mkdir(exist_ok=True)
+
+    def run(optimizer: str, epochs: int, workers: int, row: str, seed: int) -> list[float]:
+        problem = images(seed, train_set, workers)
+        weights = train(row, problem, epochs, seed, optimizer)
+        return accuracies(problem, weights, train_set[0][:5000], test)
+
+    ledger = Ledger(args.file, lambda key: version)
     for epochs in args.epochs:
-        found = {}
-        for seed in range(1, 1 + args.seeds):
-            for row in ROWS:
-                key = args.optimizer, epochs, args.workers, row, seed
-                if key not in known:
-                    began = time.monotonic()
-                    problem = images(seed, train_set, args.workers)
-                    weights = train(row, problem, epochs, seed, args.optimizer)
-                    known[key] = accuracies(problem, weights, train_set[0][:5000], test)
-                    entry = dict(zip(names, key, strict=True))
-                    with args.file.open("a") as file:
-                        file.write(json.dumps({**entry, "version": version, "found": known[key]}) + "\n")
-                    seconds = time.monotonic() - began
-                    CONSOLE.print(f"{epochs} epochs, seed {seed}, {row}: {seconds:.0f} s, {known[key]}")
-                found[(row, seed)] = known[key]
+        about = args.optimizer, epochs, args.workers
+        plan = [(row, seed) for seed in range(1, 1 + args.seeds) for row in ROWS]
+        ledger.complete([(*about, *each) for each in plan], run)
+        found = {each: ledger.found[(*about, *each)] for each in plan}
         show(found, f"{args.optimizer}, {args.workers} workers, {epochs} epochs")
     return 0
 

@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import statistics
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not depend on the machine's cores
 
 import torch
-from accuracy import CNN, CONSOLE, IMAGES, PACKAGE, ROOT, TESTED, TRAINED, difference, read
+from accuracy import CNN, CONSOLE, ROOT, TESTED, TRAINED, difference, digest, missing_images, read
+from ledger import Ledger
 from shares import Shares, train_together
 from torch import Tensor, nn
 from torch.nn import functional
@@ -143,10 +142,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def fashion() -> Data:
-    if not IMAGES.is_dir():
-        raise FileNotFoundError(
-            f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}"
-        )
+    if (reason := missing_images()) is not None:
+        raise FileNotFoundError(reason)
     train, test = (read(part, count).tensors for part, count in (("train", TRAINED), ("t10k", TESTED)))
     lr = {"SGD": 0.05, "Adam": 1e-3, "AdamW": 1e-3}
     return Data("Fashion-MNIST", "accuracy", 5, lr, lambda: CNN("SGD").net, train, test)
@@ -334,14 +331,11 @@ def cells(sets: list[str], seeds: int) -> Iterator[Cell]:
                     yield Cell(name, "SGD", COMPARED, way, seed)
 
 
+@cache
 def version(cell: Cell) -> str:
     """Changes with the files that define a run."""
     files = [ROOT / "benchmarks" / name for name in ("accuracy.py", "accuracy_sets.py", "shares.py")]
-    if cell.way != "DDP":
-        files += sorted((ROOT / "lightning_asgd").glob("*.py"))
-        parts = ("algorithms", "gain", "protocol", "server", "simulation", "worker")
-        files += [file for part in parts for file in sorted((ROOT / "lightning_asgd" / part).rglob("*.py"))]
-    versions = f"{torch.__version__} {sys.version}".encode()
+    versions = f"{torch.__version__} {sys.version} {'' if cell.way == 'DDP' else digest()}".encode()
     return hashlib.sha256(versions + b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
@@ -433,25 +427,11 @@ def main() -> int:
     except FileNotFoundError as error:
         CONSOLE.print(str(error))
         return 2
-    known: dict[Cell, float] = {}
-    if FILE.exists():
-        for line in FILE.read_text().splitlines():
-            entry = json.loads(line)
-            cell = Cell(**entry["cell"])
-            if entry["version"] == version(cell):
-                known[cell] = entry["found"]
-    FILE.parent.mkdir(exist_ok=True)
-    plan = list(cells(args.sets, args.seeds))
-    for number, cell in enumerate(plan, start=1):
-        if cell in known or args.table:
-            continue
-        begun = time.monotonic()
-        known[cell] = train(cell)
-        with FILE.open("a") as file:
-            file.write(json.dumps({"cell": asdict(cell), "version": version(cell), "found": known[cell]}) + "\n")
-        about = f"{cell.data}, {cell.optimizer}, {cell.workers} workers, {cell.way}, seed {cell.seed}"
-        CONSOLE.print(f"{number}/{len(plan)}  {about}: {known[cell]:.4f}, {time.monotonic() - begun:.0f} s")
-    made, good = tables({cell: value for cell, value in known.items() if cell.data in args.sets})
+    ledger = Ledger(FILE, lambda key: version(Cell(*key)))
+    if not args.table:
+        ledger.complete(map(astuple, cells(args.sets, args.seeds)), lambda *cell: train(Cell(*cell)))
+    found = {Cell(*key): value for key, value in ledger.found.items()}
+    made, good = tables({cell: value for cell, value in found.items() if cell.data in args.sets})
     CONSOLE.print(made, soft_wrap=True)
     if len(args.sets) == len(SETS):
         write(made)

@@ -14,24 +14,22 @@ Prints a table, writes results/convergence.json, and exits with 1 if a row fails
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
 
 import torch
-from pytorch_lightning import Callback, Trainer, seed_everything
-from rich.console import Console
+from common import CONSOLE, prepared
+from counts import fit
+from pytorch_lightning import seed_everything
+from ranks import run_ranks
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -41,61 +39,26 @@ from digits import DigitsCNN, Meter, loaders
 
 from lightning_asgd import ASGDStrategy
 
-LEFT_OVER = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ROOT = Path(__file__).resolve().parent.parent
+RUN_S = 600.0  # for a run to end
 Case = tuple[int, int | None]  # workers and nsync, None for DDP
 
 
-class Save(Callback):
-    """Writes what the meter saw: the workers are forked, so only a file brings it back."""
-
-    def __init__(self, meter: Meter, path: Path) -> None:
-        self.meter = meter
-        self.path = path
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps(self.meter.results()))
+def train(workers: int, nsync: int | None, seed: int, epochs: int) -> dict[str, Any]:
+    """Train as one of the workers."""
+    torch.set_num_threads(1)
+    seed_everything(seed, verbose=False)
+    meter, strategy = Meter(), "ddp" if nsync is None else ASGDStrategy(nsync=nsync)
+    about = {"devices": workers, "max_epochs": epochs, "callbacks": [meter]}
+    fit(DigitsCNN(), loaders(batch_size=16), strategy=strategy, **about)
+    return dict(meter.results())
 
 
-def fit(workers: int, nsync: int | None, seed: int, epochs: int, path: Path) -> None:
-    """One training run, the first and only one of this process."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    log = path.with_suffix(".log").open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    seed_everything(seed)
-    meter = Meter()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=workers,
-        strategy="ddp_fork" if nsync is None else ASGDStrategy(nsync=nsync, start_method="fork"),
-        max_epochs=epochs,
-        callbacks=[meter, Save(meter, path)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(DigitsCNN(), *loaders(batch_size=16))
-
-
-def fit_in_new_process(case: Case, seed: int, epochs: int) -> dict[str, Any]:
-    """Fork a fresh process for one run; this one has imported everything but started nothing."""
+def run_of(case: Case, seed: int, epochs: int) -> dict[str, Any]:
+    """One training run."""
     workers, nsync = case
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        process = multiprocessing.get_context("fork").Process(target=fit, args=(workers, nsync, seed, epochs, path))
-        begun = time.perf_counter()
-        process.start()
-        process.join()
-        if process.exitcode or not path.exists():
-            with contextlib.suppress(OSError):
-                sys.stderr.write(path.with_suffix(".log").read_text())
-            sys.exit(f"{describe(case)} with seed {seed} ended with exit code {process.exitcode}; see above.")
-        result = json.loads(path.read_text())
+    begun = time.perf_counter()
+    result = run_ranks([partial(train, workers, nsync, seed, epochs)] * workers, RUN_S)[0]
     return {"workers": workers, "nsync": nsync, "seed": seed, "seconds": time.perf_counter() - begun, **result}
 
 
@@ -157,18 +120,15 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--tolerance", type=float, default=0.01)
     args = parser.parse_args()
-    for name in [*os.environ]:  # left over from another job
-        if name in LEFT_OVER or name.startswith("LIGHTNING_ASGD_"):
-            del os.environ[name]
     cases: list[Case] = [(w, n) for w in args.workers for n in (None, *args.nsync)]
     runs = []
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as progress:
+    with prepared(one_thread=True), Progress(*columns, console=CONSOLE) as progress:
         task = progress.add_task("", total=len(cases) * len(args.seeds))
         for case in cases:
             for seed in args.seeds:
                 progress.update(task, description=f"{describe(case)}, seed {seed}")
-                run = fit_in_new_process(case, seed, args.epochs)
+                run = run_of(case, seed, args.epochs)
                 runs.append(run)
                 progress.console.print(f"{describe(case):26} seed {seed}: {run['accuracy'][-1]:.4f}", highlight=False)
                 progress.advance(task)
@@ -178,7 +138,7 @@ def main() -> int:
     (ROOT / "results" / "convergence.json").write_text(
         json.dumps({"settings": settings, "rows": rows, "runs": runs}, indent=1)
     )
-    Console().print(
+    CONSOLE.print(
         table_of(rows, f"\nValidation accuracy of the digits CNN after {args.epochs} epochs, seeds {args.seeds}")
     )
     return 0 if all(row.get("passed", True) for row in rows) else 1

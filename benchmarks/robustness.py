@@ -27,9 +27,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the bits do not
 import torch
 from accuracy import CONSOLE, ROOT, difference
 from accuracy_sets import BATCH, GOAL, Cell, Data, loaded, version
+from ledger import Ledger
 from rich.table import Table
 from shares import train_together
 from torch import Tensor, nn
@@ -316,24 +316,14 @@ def main() -> int:
     if args.real:
         train_really(Cell(**json.loads(args.real[1])), args.real[0])
         return 0
-    known: dict[tuple[Cell, str], float] = {}
-    for line in FILE.read_text().splitlines() if FILE.exists() else ():
-        entry = json.loads(line)
-        cell = Cell(**entry["cell"])
-        if entry["version"] == digest(cell):
-            known[cell, entry["row"]] = entry["found"]
-    FILE.parent.mkdir(exist_ok=True)
-    todo = list(plan(args.seeds))
-    for number, (cell, row) in enumerate(todo, start=1):
-        if (cell, row) in known or args.table:
-            continue
-        begun = time.monotonic()
-        known[cell, row] = simulated(cell, VIRTUAL[row]) if row in VIRTUAL else real(cell, row)
-        with FILE.open("a") as file:
-            about = {"cell": asdict(cell), "row": row, "version": digest(cell), "found": known[cell, row]}
-            file.write(json.dumps(about) + "\n")
-        about_run = f"{cell.data}, {cell.optimizer}, {cell.way}, {row}, seed {cell.seed}"
-        CONSOLE.print(f"{number}/{len(todo)}  {about_run}: {known[cell, row]:.4f}, {time.monotonic() - begun:.0f} s")
+    ledger = Ledger(FILE, lambda key: digest(Cell(*key[1:])))
+
+    def run(row: str, *about: Any) -> float:
+        return simulated(Cell(*about), VIRTUAL[row]) if row in VIRTUAL else real(Cell(*about), row)
+
+    if not args.table:
+        ledger.complete(((row, *astuple(cell)) for cell, row in plan(args.seeds)), run)
+    known = {(Cell(*cell), row): value for (row, *cell), value in ledger.found.items()}
     return 0 if table(known) else 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import CNN, IMAGES, PACKAGE, TESTED, digest, read
+from accuracy import CNN, TESTED, digest, missing_images, read
 from islands_parts import PROBLEMS, SGD, Problem
 from islands_program import Task, loss_of
 from torch.nn import functional
@@ -38,9 +38,7 @@ SETS = {
 
 def missing(name: str) -> str | None:
     """Why a set cannot be trained on here, as a sentence; None if it can."""
-    if name == "fashion" and not IMAGES.is_dir():
-        return f"{IMAGES} does not exist. Install Debian's package {PACKAGE}: apt-get install {PACKAGE}"
-    return None
+    return missing_images() if name == "fashion" else None
 
 
 class Learner(Task):

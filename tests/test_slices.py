@@ -36,8 +36,8 @@ FIGURES: dict[str, int] = {
     "Any in signatures of the core": 597,
     "type: ignore": 79,
     "lines of the tests": 55755,
-    "files of the benchmarks": 117,
-    "lines of the benchmarks": 22478,
+    "files of the benchmarks": 114,
+    "lines of the benchmarks": 22332,
 }
 
 
