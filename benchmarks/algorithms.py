@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import multiprocessing
 import os
 import statistics
@@ -28,7 +27,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +34,10 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per worker, and nothing that forbids to fork
 
+import counts
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from jobs import quiet
+from pytorch_lightning import Callback, LightningModule, seed_everything
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
@@ -266,11 +266,7 @@ def loss_on(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def fit(task: Task, entry: Entry, seed: int, folder: Path) -> None:
     """One training run, the first and only one of this process."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    log = (folder / "log").open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+    quiet(folder / "log")
     seed_everything(seed)
     module = task.module()
     data = Sampled(task.data["train"], seed)
@@ -291,17 +287,8 @@ def fit(task: Task, entry: Entry, seed: int, folder: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=task.lr, momentum=0.9, nesterov=entry.nesterov)
 
     module.__class__ = Task_
-    Trainer(
-        accelerator="cpu",
-        devices=WORKERS,
-        strategy=ASGDStrategy(nsync=entry.nsync, algorithm=entry.algorithm, start_method="fork"),
-        max_epochs=1,
-        callbacks=[Pace(task, folder)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module)
+    strategy = ASGDStrategy(nsync=entry.nsync, algorithm=entry.algorithm, start_method="fork")
+    counts.fit(module, (), devices=WORKERS, strategy=strategy, max_epochs=1, callbacks=[Pace(task, folder)])
 
 
 def run(task: Task, name: str, seed: int) -> dict[str, Any]:

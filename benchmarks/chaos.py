@@ -202,7 +202,7 @@ def disturbed(
     CONSOLE.print(f"{where}: {counted}; {result['epochs']} epochs, {came}; {chiefs}")
     pauses = _pauses(result["servers_killed"], result["times"])
     if servers == 1 and pauses:  # else the other server goes on taking pushes
-        seconds = f"{spread(pauses, '{:.1f}')} s, {len(pauses)} of them"
+        seconds = f"{spread(pauses, 1)} s, {len(pauses)} of them"
         CONSOLE.print(f"  from a server's death to the next update that is applied: {seconds}")
     return {**result, "killed": done["SIGKILL of a worker"]}
 

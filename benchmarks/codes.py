@@ -35,14 +35,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 
 import pytorch_lightning as pl
 import torch
-from common import CONSOLE, prepared
+from common import CONSOLE, prepared, spread
 from exchange import timed
 from islands_speed import on_cable
 from network import Network, two_machines
 from plain_loop import served
 from ranks import run_ranks
 from rich.table import Table
-from rules import spread
 from rules_sets import SETS, Learner, measured
 from throughput import trainer_options
 from torch.utils.data import DataLoader, Subset
@@ -96,7 +95,7 @@ def time_codes(rows: Sequence[str], megabytes: int, repeats: int) -> Results:
 
 def show_speed(times: Results, megabytes: int) -> bool:
     """Print the times; True if codes of few bits are as fast as they are meant to be."""
-    title = f"{megabytes} MB, one thread: ms, and times as long as a copy; medians (min - max)"
+    title = f"{megabytes} MB, one thread: ms, and times as long as a copy; medians (min-max)"
     headings = ("copy, ms", "encode, ms", "decode, ms", "encode, copies", "decode, copies", f"limit {COPIES:g}")
     table = Table("", *headings, title=title, title_justify="left")
     good = True
@@ -209,7 +208,7 @@ def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 def show_losses(found: Results) -> bool:
     """Print losses and bytes; True if the codes that are meant to lose nothing lose less than the limit."""
-    title = f"character transformer, {WORKERS} workers: loss, and bytes of a worker per step; medians (min - max)"
+    title = f"character transformer, {WORKERS} workers: loss, and bytes of a worker per step; medians (min-max)"
     headings = ("loss", "of fp32's", "pushed", "fetched", "on the cable, with sync points", f"limit {1 + LIMIT:g}")
     table = Table("", *headings, title=title, title_justify="left")
     base = [each["loss"] for each in found[FP32]]

@@ -54,7 +54,9 @@ def verdict(fine: bool, text: str) -> bool:
     return bool(fine)
 
 
-def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """The median, with the minimum and the maximum."""
-    median, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median, with the minimum and the maximum; empty without values."""
+    if not values:
+        return ""
+    median, low, high = (f"{f(values):.{digits}f}" for f in (statistics.median, min, max))
     return f"{median} ({low}-{high})"

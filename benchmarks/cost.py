@@ -142,7 +142,7 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, float]]]) -> None:
     table.add_row("samples/s", *(f"{of['samples/s']:.0f}" for of in medians.values()))
     base = [each["samples/s"] for each in runs[str(SYSTEMS[0])]]
     ratios = [[e["samples/s"] / b for e, b in zip(results, base, strict=True)] for results in runs.values()]
-    text = [spread(r, "{:.3f}") for r in ratios]
+    text = [spread(r, 3) for r in ratios]
     table.add_row("/ unconnected", *text)
     CONSOLE.print(table)
 

@@ -82,11 +82,13 @@ class Report(Diary):
         )
 
 
-def fit(module: pl.LightningModule, data: Any, **options: Any) -> None:
+def fit(module: Any, data: Any, **options: Any) -> pl.Trainer:
     """Train with a Trainer that prints nothing, on a CPU, and as one worker unless ``options`` say otherwise."""
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     common = {"accelerator": "cpu", "devices": 1, "max_epochs": ENDLESS, "num_sanity_val_steps": 0}
-    pl.Trainer(**{**common, **dict.fromkeys(off, False), **options}).fit(module, *data)
+    trainer = pl.Trainer(**{**common, **dict.fromkeys(off, False), **options})
+    trainer.fit(module, *data)
+    return trainer
 
 
 def numbers(samples: int, batch: int) -> tuple[DataLoader[Any]]:

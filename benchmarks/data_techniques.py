@@ -37,7 +37,7 @@ import network
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from common import spread
+from common import BARE, spread
 from ranks import clean_environment
 from rich.console import Console
 from rich.table import Table
@@ -183,17 +183,8 @@ class Cached(Net):
 
 
 def trainer(folder: Path, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[DataStallMonitor()],
-        default_root_dir=folder,
-        **options,
-    )
+    about = {"accelerator": "cpu", "max_epochs": EPOCHS, "default_root_dir": folder, **BARE, **options}
+    return pl.Trainer(callbacks=[DataStallMonitor()], **about)
 
 
 def program(experiment: str, system: str, folder: Path, number: int) -> None:

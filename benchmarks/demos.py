@@ -30,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker, and forks that do 
 import pytorch_lightning as pl
 import torch
 from common import CONSOLE
+from counts import fit
 from pytorch_lightning.demos.lstm import LightningLSTM
 from pytorch_lightning.demos.transformer import LightningTransformer, WikiText2
 from rich.table import Table
@@ -144,17 +145,8 @@ def train(program: Program, strategy: Any, seed: int, folder: Path) -> float:
     """
     pl.seed_everything(seed, verbose=False)
     module = program.make()
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=program.epochs,
-        default_root_dir=folder,
-        **dict.fromkeys(off, False),
-        **(program.options or {}),
-    )
-    trainer.fit(module, program.loader() if program.loader else None)
+    options = {"devices": 2, "max_epochs": program.epochs, "default_root_dir": folder, **(program.options or {})}
+    fit(module, (program.loader() if program.loader else None,), strategy=strategy, **options)
     with torch.no_grad():
         return program.loss(module)
 

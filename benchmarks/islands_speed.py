@@ -13,13 +13,14 @@ from typing import Any
 import pytorch_lightning as pl
 import throughput
 import torch
+from common import CONSOLE, spread
 from islands_program import Task
 from islands_ranks import Place, Shape, run_islands
 from memory import kilobytes
 from network import Network, two_machines
 from ranks import Slowness
 from rich.table import Table
-from throughput import CONSOLE, Scenario, System, build_loader, trainer_options
+from throughput import Scenario, System, build_loader, trainer_options
 from torch import nn
 
 RUN_S = 300.0
@@ -67,7 +68,7 @@ def compare(
         for shape, speeds in runs.items():
             speeds.append(measure(scenario, shape, network))
             CONSOLE.print(f"  {repeat + 1}/{scenario.repeats}  {shape!s:<24} {speeds[-1]:7.0f} samples/s")
-    title = f"{scenario.name}: {scenario.describe()}; medians (min - max)"
+    title = f"{scenario.name}: {scenario.describe()}; medians (min-max)"
     table = Table("", "samples/s", f"of {shapes[0]}", "target", title=title, title_justify="left")
     passed = True
     for shape, speeds in runs.items():
@@ -76,8 +77,8 @@ def compare(
             base, limit = targets[shape]
             found = ratios(speeds, runs[base])
             passed &= statistics.median(found) >= limit
-            target = f"{described(found, 3)} of {base}: {limit:g}"
-        table.add_row(str(shape), described(speeds, 0), described(share, 3), target)
+            target = f"{spread(found, 3)} of {base}: {limit:g}"
+        table.add_row(str(shape), spread(speeds, 0), spread(share, 3), target)
     CONSOLE.print(table)
     return passed
 
@@ -85,11 +86,6 @@ def compare(
 def ratios(mine: list[float], theirs: list[float]) -> list[float]:
     """Of neighbouring runs."""
     return [a / b for a, b in zip(mine, theirs, strict=True)]
-
-
-def described(values: list[float], digits: int) -> str:
-    """A median, and how far the values are apart."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
 SCENARIOS = ("one island", "equal ranks", "slow cable", "slow rank")

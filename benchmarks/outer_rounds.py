@@ -45,7 +45,7 @@ PARTS = ("goodput", "members")
 WORKERS, BATCH, NSYNC, SPEED = 64, 32, 20, LogNormal(1.0, 0.1)
 RESTART_S, SILENCE_S = 30.0, 10.0
 NEVER = float("inf")
-shown = partial(spread, form="{:.3f}")
+shown = partial(spread, digits=3)
 MEAN_TIMES = (NEVER, 3600.0, 900.0, 300.0)  # seconds between two losses of a worker
 IN_STEP, DECOUPLED = "DiLoCo", "Decoupled DiLoCo"
 RULES: dict[str, Algorithm] = {IN_STEP: DiLoCo(), DECOUPLED: DecoupledDiLoCo(parts=1)}
@@ -115,7 +115,7 @@ def goodput(steps: int, seeds: int) -> bool:
         lost = [float(number) for _, _, number in runs[IN_STEP]]
         passed &= all(ratio > 1 for ratio, number in zip(ratios, lost, strict=True) if number)
         losses = (statistics.median(report.loss for _, report, _ in runs[name]) for name in RULES)
-        cells = (spread(lost, "{:.0f}"), *(shown(shares[name]) for name in RULES), shown(ratios))
+        cells = (spread(lost, 0), *(shown(shares[name]) for name in RULES), shown(ratios))
         table.add_row(f"{mean_s:g}", *cells, " / ".join(f"{loss:.3g}" for loss in losses))
     CONSOLE.print(table)
     return passed

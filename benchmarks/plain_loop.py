@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import throughput
-from common import prepared
+from common import prepared, spread
 from network import Network
 from ranks import run_ranks
 from rich.table import Table
@@ -212,15 +212,15 @@ def speed(scenario: Scenario) -> bool:
             result = throughput.run(scenario, system, None, train_loader)
             runs[system.kind].append(result["samples_per_s"])
             CONSOLE.print(f"  {repeat + 1}/{scenario.repeats}  {system!s:<28} {runs[system.kind][-1]:7.0f} samples/s")
-    table = Table(title="medians (min - max)", title_justify="left")
+    table = Table(title="medians (min-max)", title_justify="left")
     for heading in ("", "samples/s", "of loops that never talk"):
         table.add_column(heading)
     passed = True
     for kind, speeds in runs.items():
         base = runs[LOADER] if kind in (LOADER, LEASED) else runs["bare torch"]
         shares = [mine / theirs for mine, theirs in zip(speeds, base, strict=True)]
-        share = "" if speeds is base else f"{statistics.median(shares):.3f} ({min(shares):.3f} - {max(shares):.3f})"
-        table.add_row(kind, f"{statistics.median(speeds):.0f} ({min(speeds):.0f} - {max(speeds):.0f})", share)
+        share = "" if speeds is base else spread(shares, 3)
+        table.add_row(kind, spread(speeds, 0), share)
         passed &= kind not in pairs or statistics.median(shares) >= TARGET
     CONSOLE.print(table)
     return passed

@@ -44,7 +44,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Mapping
 
-from common import CONSOLE, prepared
+from common import BARE, CONSOLE, prepared
 from network import Network, two_machines
 from ranks import Slowness, run_ranks
 from rich.table import Table
@@ -118,7 +118,6 @@ SCENARIOS = {
     ),
 }
 SYSTEMS = ("alone", "DDP", "local SGD", "A-SGD")
-OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 # ---------------------------------------------------------------------- in a rank's process
@@ -218,7 +217,7 @@ def train(
         max_epochs=200 if epochs is None else epochs,
         num_sanity_val_steps=0,
         callbacks=[watch],
-        **dict.fromkeys(OFF, False),
+        **BARE,
     )
     sent = _interface_bytes()
     training, validation = repeated_loaders(times, work)
@@ -248,7 +247,7 @@ def speed(scenario: Scenario, rank: int, seed: int, seconds: float, work: str) -
             trainer.should_stop = self.now - self.since > seconds
 
     count = Count()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=200, callbacks=[count], **dict.fromkeys(OFF, False))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=200, callbacks=[count], **BARE)
     training = repeated_loaders(100, work)[0]
     trainer.fit(slowed(scenario, rank, work), training)
     return {"speed": (count.steps - 1) / (count.now - count.since)}

@@ -39,7 +39,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 import pytorch_lightning as pl
 import torch
 from codes import verdict
-from common import prepared
+from common import prepared, spread
 from islands_speed import on_cable
 from network import Network, two_machines
 from plain_loop import served
@@ -47,7 +47,6 @@ from ranks import run_ranks
 from rich.table import Table
 from rows_links import SYSTEMS, Conditions, compare, show_links
 from rows_model import OPTIMIZERS, ClickModel, ClickNet, Clicks, Market, accuracy, loader
-from rules import spread
 from throughput import CONSOLE, trainer_options
 from torch import nn
 
@@ -224,7 +223,7 @@ def show_accuracies(found: Results) -> bool:
     clicked = float(held_out.clicked.mean())
     constant = max(clicked, 1 - clicked)
     title = f"clicks of {SMALL.users} users on {SMALL.items} items, {EPOCHS} epochs of {SAMPLES:,}, {WORKERS} workers"
-    table = Table("", "accuracy, median (min - max)", "mean", "of dense's", f"at most {APART:g}", title=title)
+    table = Table("", "accuracy, median (min-max)", "mean", "of dense's", f"at most {APART:g}", title=title)
     table.title_justify = "left"
     values = {kind: [e["accuracy"] for e in found if e["kind"] == kind] for kind in (SPARSE, DENSE, ALONE)}
     means = {kind: statistics.mean(each) for kind, each in values.items()}

@@ -18,7 +18,6 @@ import mmap
 import multiprocessing
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,6 +26,8 @@ from typing import Any
 import pytorch_lightning as pl
 import throughput
 import torch
+from clock import Clock
+from common import spread
 from islands_speed import on_cable, ratios
 from network import Network, machines
 from plain_loop import served
@@ -35,7 +36,6 @@ from ranks import free_port, run_ranks
 from rich.markup import escape
 from rich.table import Table
 from rows_model import ClickModel, ClickNet, Clicks, Market, loader
-from rules import spread
 from throughput import CONSOLE, Scenario, trainer_options
 
 from lightning_asgd import Advanced, ASGDStrategy
@@ -117,35 +117,14 @@ def clicks() -> Clicks:
 # ---------------------------------------------------------------------- in a worker's process
 
 
-class Clock(pl.Callback):
-    """Begins with all workers at once, notes when batches end and what crosses the cable, and ends the training."""
+class Start(pl.Callback):
+    """Begins with all workers at once."""
 
-    def __init__(self, system: System, seconds: float, rank: int, meeting: Meeting) -> None:
-        self.system, self.seconds, self.rank, self.meeting = system, seconds, rank, meeting
-        self.ends: list[float] = []
-        self.figures: list[dict[str, float]] = []
+    def __init__(self, start: Any) -> None:
+        self.start = start
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.meeting.start.wait(START_S)
-        self.warm = time.monotonic() + WARM_UP_S
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.monotonic()
-        self.ends.append(now)
-        if not self.figures and now >= self.warm:
-            self.note(trainer)
-        over = now >= self.warm + self.seconds
-        if not self.system.asgd:
-            kind = throughput.System("DDP")
-            over = throughput._all_over(over, kind, self.rank, batch_idx, self.meeting.last_step)
-        if over and not trainer.should_stop:
-            trainer.should_stop = True
-            self.note(trainer)
-
-    def note(self, trainer: Any) -> None:
-        """Take down the figures of this moment."""
-        figures = throughput._figures(trainer.strategy)
-        self.figures.append({**figures, "cable": sum(on_cable()), "batches": len(self.ends)})
+        self.start.wait(START_S)
 
 
 def train(system: System, seconds: float, meeting: Meeting, rank: int, workers: int) -> dict[str, Any]:
@@ -163,11 +142,19 @@ def train(system: System, seconds: float, meeting: Meeting, rank: int, workers: 
         os.environ.update(NODE_RANK=str(rank), LOCAL_RANK="0", GLOO_SOCKET_IFNAME=network.interfaces[place])
         options |= {"num_nodes": workers, "strategy": DDPStrategy(process_group_backend="gloo")}
     model = ClickModel(ClickNet(MARKET.users, MARKET.items, WIDTH, sparse=system.sparse), "SGD")
-    clock = Clock(system, seconds, rank, meeting)
-    pl.Trainer(**{**trainer_options(), **options}, callbacks=[clock]).fit(model, loader(clicks(), BATCH))
-    before, after = clock.figures
-    moved = {key: after[key] - before[key] for key in after}
-    return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+
+    def figures(trainer: Any) -> dict[str, float]:
+        return {**throughput._figures(trainer.strategy), "cable": sum(on_cable()), "batches": len(clock.ends)}
+
+    def decide(over: bool, batch: int) -> bool:
+        ddp = throughput.System("DDP")
+        return over if system.asgd else throughput._all_over(over, ddp, rank, batch, meeting.last_step)
+
+    clock = Clock(WARM_UP_S, seconds, figures, decide)
+    pl.Trainer(**trainer_options(), **options, callbacks=[Start(meeting.start), clock]).fit(
+        model, loader(clicks(), BATCH)
+    )
+    return clock.answer(rank)
 
 
 # ---------------------------------------------------------------------- a run

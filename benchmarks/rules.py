@@ -36,7 +36,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread per 
 
 import pytorch_lightning as pl
 import torch
-from common import CONSOLE, prepared
+from common import CONSOLE, prepared, spread
 from ranks import run_ranks
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -223,13 +223,6 @@ def within(rule: Rule, name: str, beside_ddp: Sequence[float]) -> bool | None:
     if not beside_ddp or rule.algorithm == DDP or name in rule.excused:
         return None
     return 0 < statistics.median(beside_ddp) <= 1 + LIMIT
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """A median, and how far the values are apart."""
-    if not values:
-        return ""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
 def show(found: Found, rules: Sequence[Rule], name: str) -> bool:

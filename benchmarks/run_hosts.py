@@ -203,7 +203,7 @@ def run(
                 job.wait(lambda: job.told("late"), 60, "training of a worker that joins late")
         done = job.finish()
     wrong, versions = not_once(done), done["versions"]
-    times = "; ".join(f"{how}: {spread(seconds, '{:.1f}')} s" for how, seconds in took.items())
+    times = "; ".join(f"{how}: {spread(seconds, 1)} s" for how, seconds in took.items())
     text = f"{len(losses)} hosts lost; of {job.samples * done['epochs']} samples {wrong} were not applied once"
     good = verdict(wrong == 0, f"{transport}: {text}. Until all trained again: {times}")
     text = f"workers were told of {done['told']} updates; versions {versions}"

@@ -50,10 +50,10 @@ import psutil
 import pytorch_lightning as pl
 import throughput
 import torch
-from common import CONSOLE, prepared
+from clock import Clock
+from common import CONSOLE, prepared, spread
 from ranks import run_ranks, servers_of
 from rich.table import Table
-from rules import spread
 from throughput import Scenario, trainer_options
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -139,26 +139,11 @@ class TwoTowers(pl.LightningModule):
 # ---------------------------------------------------------------------- speed
 
 
-class Clock(pl.Callback):
-    """Notes when batches ended, and ends the training after some seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.ends: list[float] = []
-        self.figures: list[dict[str, float]] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.warm = time.monotonic() + WARM_UP_S
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = time.monotonic()
-        self.ends.append(now)
-        over = now >= self.warm + self.seconds and not trainer.should_stop
-        if over or (not self.figures and now >= self.warm):
-            client = getattr(module.table, "_client", None)
-            rows = {} if client is None else {name: getattr(client.stats, name) for name in ("read", "fetched")}
-            self.figures.append(throughput._figures(trainer.strategy) | rows)
-        trainer.should_stop |= over
+def figures(trainer: Any) -> dict[str, float]:
+    """What throughput.py takes down, and the rows that the table has read and fetched."""
+    client = getattr(trainer.lightning_module.table, "_client", None)
+    rows = {} if client is None else {name: getattr(client.stats, name) for name in ("read", "fetched")}
+    return throughput._figures(trainer.strategy) | rows
 
 
 def train(scenario: Scenario, rows: int, folder: Path, rank: int) -> dict[str, Any]:
@@ -175,12 +160,10 @@ def train(scenario: Scenario, rows: int, folder: Path, rank: int) -> dict[str, A
     distinct = BATCHES * PAIRS
     at_most = 150_000 if scenario.num_servers else 900_000  # samples/s of a worker, so that no epoch ends
     length = int(scenario.workers * at_most * (WARM_UP_S + scenario.seconds)) if scenario.seconds else distinct
-    clock = Clock(scenario.seconds or math.inf)
+    clock = Clock(WARM_UP_S, scenario.seconds or math.inf, figures)
     trainer = pl.Trainer(**options, callbacks=[clock])
     trainer.fit(TwoTowers(table), Pairs(rows, distinct, length).loader(PAIRS, shuffle=bool(scenario.seconds)))
-    before, after = clock.figures[0], clock.figures[-1]
-    moved = {key: after[key] - before[key] for key in after}
-    return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+    return clock.answer(rank)
 
 
 def measure(name: str, seconds: float, rows: int, folder: Path) -> dict[str, Any]:
@@ -220,7 +203,7 @@ def show_speed(runs: Results, rows: int, per_batch: float) -> None:
     """Print the speeds."""
     title = (
         f"two towers, {rows:,} rows x {WIDTH}, batches of {PAIRS} pairs with {per_batch:,.0f} rows on average; "
-        "medians (min - max)"
+        "medians (min-max)"
     )
     headings = ("samples/s", "rows/s", f"of {LOCAL}", "fetched %", "servers' CPU %", "others' CPU %")
     table = Table("", *headings, title=title, title_justify="left")

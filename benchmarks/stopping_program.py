@@ -33,6 +33,7 @@ def data() -> TensorDataset:
 
 def fit(strategy: Any, *, number: int | None = None, **about: Any) -> None:
     """Train with a Trainer. ``number`` is the worker's, where its rank does not tell."""
+    import counts
     import pytorch_lightning as pl
 
     class Model(pl.LightningModule):
@@ -55,9 +56,7 @@ def fit(strategy: Any, *, number: int | None = None, **about: Any) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.01)
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=-1, strategy=strategy, **quiet, **about)
-    trainer.fit(Model(), DataLoader(data(), batch_size=4))
+    counts.fit(Model(), (DataLoader(data(), batch_size=4),), max_epochs=-1, strategy=strategy, **about)
 
 
 def loop() -> None:

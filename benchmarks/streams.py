@@ -203,7 +203,7 @@ def speeds(folder: Path, repeats: int) -> bool:
     for name, each in took.items():
         mine = next((f"{kind}, the fast worker alone" for kind in STREAMS if name == f"{kind}, A-SGD"), name)
         ratios = [[a / b for a, b in zip(each, took[base], strict=False)] for base in ("map, A-SGD", mine)]
-        shown = [spread(r) if r else "" for r in (each, *ratios)]
+        shown = [spread(r) for r in (each, *ratios)]
         table.add_row(name, *shown[: 3 if mine != name else 2])
         if mine != name:
             passed &= bool(each) and statistics.median(ratios[0]) <= TARGET and statistics.median(ratios[1]) <= 1

@@ -17,6 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytorch_lightning as pl
 import torch
+from counts import fit
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -286,15 +287,8 @@ def main() -> None:
 
         run = {"run": args.run} if args.run else {}
         strategy = ASGDStrategy(nsync=5, algorithm=ASGD("sum"), timeouts=Timeouts(silence_s=3), **run)
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if args.run else args.workers,
-        strategy=strategy,
-        max_epochs=args.epochs,
-        **dict.fromkeys(off, False),
-    )
-    trainer.fit(module, datamodule=Module(args))
+    workers = 1 if args.run else args.workers
+    trainer = fit(module, (Module(args),), devices=workers, strategy=strategy, max_epochs=args.epochs)
     if trainer.is_global_zero:
         about = {"seen": [round(n) for n in module.seen.tolist()], "epochs": module.epochs}
         (args.folder / f"{args.name}.json").write_text(json.dumps(about))

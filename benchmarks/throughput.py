@@ -247,29 +247,16 @@ def train(
     """
     import pytorch_lightning as pl
     import torch
+    from clock import Clock
 
     torch.set_num_threads(1)
     torch.manual_seed(rank)
 
-    class Clock(pl.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.warm = time.monotonic() + WARM_UP_S
-            self.ends: list[float] = []
-            self.figures: list[dict[str, float]] = []
+    def decide(over: bool, batch: int) -> bool:
+        together = system.kind in IN_STEP and scenario.workers > 1
+        return _all_over(over, system, rank, batch, last_step) if together else over
 
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            now = time.monotonic()
-            self.ends.append(now)
-            if not self.figures and now >= self.warm:
-                self.figures.append(_figures(trainer.strategy))
-            over = now >= self.warm + scenario.seconds
-            if system.kind in IN_STEP and scenario.workers > 1:
-                over = _all_over(over, system, rank, batch_idx, last_step)
-            if over and not trainer.should_stop:
-                trainer.should_stop = True
-                self.figures.append(_figures(trainer.strategy))
-
-    clock = Clock()
+    clock = Clock(WARM_UP_S, scenario.seconds, lambda trainer: _figures(trainer.strategy), decide)
     nodes = 2 if scenario.bandwidth else 1
     options: dict[str, Any] = {"devices": 1}
     if system.kind in TOGETHER:
@@ -282,9 +269,7 @@ def train(
     trainer = pl.Trainer(**{**trainer_options(), **options, **more}, callbacks=[*callbacks, clock])
     module = build_module(scenario.params, scenario.network, scenario.slowness, rank)
     trainer.fit(module, build_loader(samples, scenario.batch, pixels=scenario.pixels))
-    before, after = clock.figures
-    moved = {key: after[key] - before[key] for key in after}
-    return {"rank": rank, "warm": clock.warm, "ends": clock.ends, **moved}
+    return clock.answer(rank)
 
 
 def _accelerator(scenario: Scenario, devices: int) -> Any:
@@ -535,10 +520,10 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, Any]]]) -> None:
     for heading in ("", *titles):
         speeds.add_column(heading, justify="right" if heading else "left")
     for name, results in runs.items():
-        row = [name, spread([r["samples_per_s"] for r in results], "{:.0f}")]
+        row = [name, spread([r["samples_per_s"] for r in results], 0)]
         for base in bases:
             same = name.partition(" nsync ")[0] in (base, "one alone")
-            row.append("" if same else spread(ratios(scenario, runs, name, base), "{:.2f}"))
+            row.append("" if same else spread(ratios(scenario, runs, name, base), 2))
         speeds.add_row(*row)
     CONSOLE.print(speeds)
     columns = {

@@ -36,7 +36,7 @@ FIGURES: dict[str, int] = {
     "Any in signatures of the core": 597,
     "type: ignore": 79,
     "lines of the tests": 55755,
-    "files of the benchmarks": 114,
+    "files of the benchmarks": 115,
     "lines of the benchmarks": 22332,
 }
 

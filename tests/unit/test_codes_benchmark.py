@@ -61,4 +61,4 @@ def test_a_race_shows_who_is_late(codes: Any, capsys: pytest.CaptureFixture[str]
     codes.show_race({"10": {"fp32": [slow], "4bit": [fast]}}, 2.2)
     text = capsys.readouterr().out
     assert "(not reached)" in text
-    assert "0.10 (0.10 - 0.10)" in text
+    assert "0.10 (0.10-0.10)" in text
