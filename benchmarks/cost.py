@@ -1,7 +1,6 @@
 """CPU time by thread and process: what A-SGD takes beside two Trainers that never talk, which do the same steps.
 
     python benchmarks/cost.py
-    python benchmarks/cost.py --flame results/cost.png   # with py-spy: where rank 1's training thread spends its time
     python benchmarks/cost.py --after 30 --seconds 60 --repeats 1   # with the standby, which starts after 15 s
 
 Runs are interleaved. Times are CPU time per step of one worker, so they count the same on a busy machine. It needs
@@ -15,13 +14,12 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,6 @@ from throughput import CONSOLE, WARM_UP_S, Scenario, System, run, train
 SYSTEMS = (System("unconnected"), System("A-SGD", 1000), System("A-SGD", 10))
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 TRAINING = "training thread"
-ROOT = "_TrainingEpochLoop.run"  # of the flame graph
 
 
 def threads(process: psutil.Process, names: Mapping[int, str] = {}) -> dict[str, float]:
@@ -66,14 +63,12 @@ def all_threads() -> dict[str, float]:
 
 
 def watched(
-    folder: Path, flame: str, after_s: float, scenario: Scenario, system: System, rank: int, last_step: Any
+    folder: Path, after_s: float, scenario: Scenario, system: System, rank: int, last_step: Any
 ) -> dict[str, Any]:
     """As :func:`throughput.train`; the times of the threads in the window are written to a file."""
     import pytorch_lightning as pl
 
     class Watch(pl.Callback):
-        recorders: list[subprocess.Popen[bytes]] = []  # noqa: RUF012
-
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.warm = time.monotonic() + max(WARM_UP_S, after_s)
             self.before: dict[str, float] = {}
@@ -83,33 +78,23 @@ def watched(
             self.steps += bool(self.before)
             if not self.before and time.monotonic() >= self.warm:
                 self.before = all_threads()
-                if flame and system == SYSTEMS[-1]:
-                    self.record()
-
-        def record(self) -> None:
-            """Have py-spy watch this process if it is rank 1."""
-            if rank:
-                options = ["-d", str(max(1, int(scenario.seconds) - 1)), "-r", "500", "-t", "-f", "raw", "-o", flame]
-                self.recorders.append(subprocess.Popen(["py-spy", "record", "-p", str(os.getpid()), *options]))
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
             after = all_threads()
             seconds = {name: value - self.before.get(name, 0.0) for name, value in after.items()}
             (folder / f"{rank}.json").write_text(json.dumps({"steps": self.steps, "seconds": seconds}))
-            for recorder in self.recorders:
-                recorder.wait(60)
 
     return train(scenario, system, rank, last_step, callbacks=[Watch()])
 
 
-def measure(scenario: Scenario, flame: str, after_s: float) -> dict[str, list[dict[str, float]]]:
+def measure(scenario: Scenario, after_s: float) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of CPU time per step, by thread, of every run of every system; and the samples per second."""
     runs: dict[str, list[dict[str, float]]] = {str(system): [] for system in SYSTEMS}
     for repeat in range(scenario.repeats):
         for system in SYSTEMS:
             folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the first rank that exits
             try:
-                result = run(scenario, system, None, partial(watched, folder, flame if not repeat else "", after_s))
+                result = run(scenario, system, None, partial(watched, folder, after_s))
                 answers = [json.loads(file.read_text()) for file in folder.glob("*.json")]
             finally:
                 shutil.rmtree(folder)
@@ -147,71 +132,12 @@ def show(scenario: Scenario, runs: dict[str, list[dict[str, float]]]) -> None:
     CONSOLE.print(table)
 
 
-class Frame:
-    """A function in a flame graph, with the samples taken in it and in what it called."""
-
-    def __init__(self, name: str = "") -> None:
-        self.name, self.samples = name, 0
-        self.calls: dict[str, Frame] = {}
-
-    def add(self, stack: Sequence[str], samples: int) -> None:
-        self.samples += samples
-        if stack:
-            self.calls.setdefault(stack[0], Frame(stack[0])).add(stack[1:], samples)
-
-
-def draw(folded: str, picture: str) -> None:
-    """Draw a flame graph of what the training thread does within its epochs: this package's frames are blue."""
-    from lightning_asgd.report.picture_style import PAPER, pyplot
-
-    root = Frame()
-    for line in folded.splitlines():
-        text, _, count = line.rpartition(" ")
-        stack = [frame.rpartition(":")[0] for frame in text.split(";")]  # without numbers of lines
-        start = next((n for n, frame in enumerate(stack) if frame.startswith(f"{ROOT} (")), None)
-        if start is not None:
-            root.add(stack[start:], int(count))
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(13, 8), layout="constrained")
-    deepest = 0
-
-    def show_frame(frame: Frame, left: float, depth: int) -> None:
-        nonlocal deepest
-        share = 100 * frame.samples / root.samples
-        if share < 0.1:
-            return
-        deepest = max(deepest, depth)
-        name, _, place = frame.name.partition(" (")
-        kind = "blue" if place.startswith("lightning_asgd") else "calm" if place.startswith("pytorch_l") else "rest"
-        axis.barh(-depth, share, left=left, height=0.94, color=PAPER[kind], edgecolor="white", linewidth=0.4)
-        short, room = name.replace("<locals>.", ""), int(share / 0.62)
-        if room > 4:
-            shown = short if len(short) <= room else f"{short[: room - 1]}…"
-            ink = "white" if kind == "blue" else PAPER["ink"]
-            axis.text(left + 0.15, -depth, shown, va="center", fontsize=6.5, color=ink, clip_on=True)
-        for call in sorted(frame.calls.values(), key=lambda each: -each.samples):
-            show_frame(call, left, depth + 1)
-            left += 100 * call.samples / root.samples
-
-    for call in root.calls.values():
-        show_frame(call, 0.0, 0)
-    axis.set_xlim(0, 100)
-    axis.set_ylim(-deepest - 0.6, 0.6)
-    axis.set_yticks([])
-    axis.set_xlabel("% of the samples; blue: lightning_asgd, light blue: Lightning, grey: torch, the module and Python")
-    axis.grid(visible=False)
-    figure.savefig(picture)
-    plt.close(figure)
-    CONSOLE.print(f"picture: {picture}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="measuring window of a run (default %(default)s)")
     parser.add_argument("--after", type=float, default=0.0, help="seconds of training before CPU time is counted")
     parser.add_argument("--params", type=float, default=0.6e6, help="parameters of the model (default %(default)g)")
-    parser.add_argument("--flame", default="", metavar="PICTURE", help="draw a flame graph there; needs py-spy")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread per worker
     import pytorch_lightning  # noqa: F401  # once, for all forked ranks
@@ -219,12 +145,7 @@ def main() -> int:
     scenario = Scenario("cost", params=int(args.params), seconds=args.after + args.seconds, repeats=args.repeats)
     CONSOLE.print(f"\n[bold]cost[/]: {scenario.describe()}  (load {os.getloadavg()[0]:.1f})")
     with prepared():
-        stacks = Path(f"{args.flame}.stacks")
-        stacks.parent.mkdir(parents=True, exist_ok=True)
-        show(scenario, measure(scenario, str(stacks) if args.flame else "", args.after))
-        if args.flame:
-            draw(stacks.read_text(), args.flame)
-            stacks.unlink()
+        show(scenario, measure(scenario, args.after))
     return 0
 
 

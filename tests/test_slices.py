@@ -37,7 +37,7 @@ FIGURES: dict[str, int] = {
     "type: ignore": 79,
     "lines of the tests": 55755,
     "files of the benchmarks": 115,
-    "lines of the benchmarks": 22332,
+    "lines of the benchmarks": 22210,
 }
 
 
