@@ -15,9 +15,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from counts import Counts, Diary
+from counts import ENDLESS, Counts, Diary, fit, numbers
 from lightning_fabric import Fabric
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_asgd import ASGDStrategy, AsyncSGD, FabricASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
@@ -57,26 +57,9 @@ class Report(Diary):
         self.ended(trainer.current_epoch, pl_module)
 
 
-def train(report: Report, module: Counts, data: TensorDataset, settings: dict[str, Any]) -> None:
-    """Train with a Trainer."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=ASGDStrategy(**settings),
-        max_epochs=1_000_000,
-        callbacks=[report],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, DataLoader(data, BATCH, shuffle=True))
-
-
 def loop(asgd: Any, report: Report, module: Counts, optimizer: Any, data: TensorDataset) -> None:
     """Train in a loop of the program's own."""
-    for epoch in asgd.epochs(1_000_000):
+    for epoch in asgd.epochs(ENDLESS):
         for batch in asgd.batches(data, batch_size=BATCH, shuffle=True):
             optimizer.zero_grad()
             module.training_step(batch, 0).backward()
@@ -95,7 +78,7 @@ def main() -> None:
     settings: dict[str, Any] = {"nsync": NSYNC, "algorithm": ASGD("sum"), "timeouts": Timeouts(silence_s=SILENCE_S)}
     module, data, kind = Counts(SAMPLES, STEP_S), TensorDataset(torch.arange(SAMPLES)), os.environ["ENGINES_LOOP"]
     if kind == "trainer":
-        train(report, module, data, settings)
+        fit(module, numbers(SAMPLES, BATCH), strategy=ASGDStrategy(**settings), callbacks=[report])
         return
     optimizer: Any = module.configure_optimizers()
     if kind == "plain":

@@ -40,7 +40,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import psutil
 import torch
 import torch.distributed.rpc as rpc
-from common import CONSOLE
+from common import CONSOLE, verdict
 from rich.table import Table
 
 from lightning_asgd.core.algorithms.config import ExchangeConfig
@@ -320,9 +320,7 @@ def main() -> int:
             if row in TARGETS:
                 unit, most = TARGETS[row]
                 share = shares[(COPIES, FRESH).index(unit)]
-                good &= share <= most
-                verdict = "[green]PASS[/]" if share <= most else "[red]FAIL[/]"
-                CONSOLE.print(f"{verdict}  {row} takes {share:.2f} of {unit}, target {most:.2f}")
+                good &= verdict(share <= most, f"{row} takes {share:.2f} of {unit}, target {most:.2f}")
         copied, fresh = (2 * args.megabytes / 1000 / statistics.median(unit) for unit in units)
         CONSOLE.print(f"one thread copies {copied:.1f} GB/s beside {name}, {fresh:.1f} into fresh memory")
     CONSOLE.print(table)

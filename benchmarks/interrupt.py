@@ -27,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from common import CONSOLE
+from common import CONSOLE, verdict
 from ranks import clean_environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -47,8 +47,8 @@ SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal
 
 def train(how: str, folder: Path) -> None:
     """Train until somebody ends it; a file tells when training has begun."""
-    import pytorch_lightning as pl
     import torch
+    from counts import fit
     from digits import DigitsCNN, loaders
     from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 
@@ -56,21 +56,10 @@ def train(how: str, folder: Path) -> None:
 
     torch.set_num_threads(1)
     strategy = ASGDStrategy(nsync=5) if how == "subprocess" else ASGDStrategy(nsync=5, start_method=how)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=-1,
-        callbacks=[
-            ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True),
-            LambdaCallback(on_train_start=lambda *_: (folder / "trains").touch()),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(DigitsCNN(), *loaders(batch_size=16))
+    saves = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
+    callbacks = [saves, LambdaCallback(on_train_start=lambda *_: (folder / "trains").touch())]
+    about = {"devices": 2, "max_epochs": -1, "enable_checkpointing": True}
+    fit(DigitsCNN(), loaders(batch_size=16), strategy=strategy, callbacks=callbacks, **about)
 
 
 # ---------------------------------------------------------------------- interrupting it
@@ -179,9 +168,8 @@ def main() -> int:
         checkpoints += saved
         longest[what] = max(longest[what], gone_s)
         good += not problems
-        verdict = "[red]FAIL[/]" if problems else "[green]PASS[/]"
         when = f"{saved} checkpoints" if trains_s else "before training"
-        CONSOLE.print(f"{verdict}  {number + 1:2d} {what} ({how}, {when}): nothing left after {gone_s:.1f} s")
+        verdict(not problems, f"{number + 1:2d} {what} ({how}, {when}): nothing left after {gone_s:.1f} s")
         for problem in problems:
             CONSOLE.print(f"      {problem}", markup=False)
     CONSOLE.print(

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from counts import fit, numbers
 from engines_program import ENGINE, NSYNC, SAMPLES, SILENCE_S, STEP_S, Report
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_asgd import ASGDStrategy, Timeouts
 from lightning_asgd.algorithms import ASGD
@@ -122,20 +122,9 @@ def main() -> None:
     file = folder / f"{os.environ['ENGINES_NAME']}-{os.getpid()}.json"
     report = Steps(file, pid=os.getpid(), engine=engine, imported=imported)
     run: dict[str, Any] = {"algorithm": ASGD("sum"), "timeouts": Timeouts(silence_s=SILENCE_S)}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=size,
-        strategy=ASGDStrategy(NSYNC, island=inside_of(inside, size), **run),
-        max_epochs=1_000_000,
-        callbacks=[report],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    data = DataLoader(TensorDataset(torch.arange(SAMPLES)), BATCH, shuffle=True)
-    trainer.fit(Counts(sharded=inside == "fsdp2", size=size), data)
+    strategy = ASGDStrategy(NSYNC, island=inside_of(inside, size), **run)
+    module = Counts(sharded=inside == "fsdp2", size=size)
+    fit(module, numbers(SAMPLES, BATCH), devices=size, strategy=strategy, callbacks=[report])
 
 
 if __name__ == "__main__":

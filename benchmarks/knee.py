@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import prepared
+from common import prepared, verdict
 from network import Network, two_machines
 from rich.table import Table
 from throughput import CONSOLE, DISTURBED, Patience, Scenario, System, build_module, run
@@ -136,11 +136,8 @@ def show(scenario: Scenario, found: dict[str, Any]) -> bool:
     good = True
     for name, value in (("formula", found["formula"]), ('nsync="auto"', auto)):
         ratio = value / knee.nsync
-        verdict = "[green]PASS[/]" if abs(ratio - 1) <= TOLERANCE else "[red]FAIL[/]"
-        good &= abs(ratio - 1) <= TOLERANCE
-        CONSOLE.print(
-            f"{verdict}  {name} {value:.1f}, knee {knee.nsync:.1f}: ratio {ratio:.2f}, target 1 ± {TOLERANCE}"
-        )
+        text = f"{name} {value:.1f}, knee {knee.nsync:.1f}: ratio {ratio:.2f}, target 1 ± {TOLERANCE}"
+        good &= verdict(abs(ratio - 1) <= TOLERANCE, text)
     if found["others"] > DISTURBED:
         CONSOLE.print(f"[yellow]Other programs took up to {found['others']:.0%} of a core: measure again when idle.[/]")
     return good

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import prepared, spread
+from common import prepared, spread, verdict
 from network import two_machines
 from rich.table import Table
 from throughput import CONSOLE, Patience, Scenario, System, measure, ratios, run, save, show, train
@@ -187,8 +187,7 @@ def summarise(results: Results) -> None:
             best = max(best, *map(statistics.median, beside))
             table.add_row(scenario.name, str(delay), *(spread(r) for r in beside))
     CONSOLE.print(table)
-    verdict = "[green]PASS[/]" if best >= CLAIM else "[red]FAIL[/]"
-    CONSOLE.print(f"{verdict}  the largest ratio is {best:.2f}, the paper's claim {CLAIM}")
+    verdict(best >= CLAIM, f"the largest ratio is {best:.2f}, the paper's claim {CLAIM}")
 
 
 def main() -> int:

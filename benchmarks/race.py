@@ -44,7 +44,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Mapping
 
-from common import BARE, CONSOLE, prepared
+from common import BARE, CONSOLE, prepared, verdict
 from network import Network, two_machines
 from ranks import Slowness, run_ranks
 from rich.table import Table
@@ -316,9 +316,8 @@ def show(name: str, scenario: Scenario, runs: dict[str, list[dict[str, Any]]], g
         if system not in runs:
             continue
         median = statistics.median(ratios(runs, system))
-        verdict = "[green]PASS[/]" if median <= most else "[red]FAIL[/]"
-        good &= median <= most
-        CONSOLE.print(f"{verdict}  {name}: A-SGD takes {median:.3f} of the time of {system}, target {most:.3f}")
+        text = f"{name}: A-SGD takes {median:.3f} of the time of {system}, target {most:.3f}"
+        good &= verdict(median <= most, text)
     return good
 
 
@@ -381,8 +380,7 @@ def epoch_times(names: Sequence[str], works: Sequence[str], repeats: int) -> boo
         shown.add_row(f"{WORKS[work]}: {scenario.title}", *figures)
         good &= statistics.median(shares) <= EPOCH_TARGET
     CONSOLE.print(shown)
-    CONSOLE.print("[green]PASS[/]" if good else "[red]FAIL[/]", f"target: at most {EPOCH_TARGET:.2f} of the ideal")
-    return good
+    return verdict(good, f"target: at most {EPOCH_TARGET:.2f} of the ideal")
 
 
 def main() -> int:

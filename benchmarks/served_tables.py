@@ -51,7 +51,7 @@ import pytorch_lightning as pl
 import throughput
 import torch
 from clock import Clock
-from common import CONSOLE, prepared, spread
+from common import CONSOLE, prepared, spread, verdict
 from ranks import run_ranks, servers_of
 from rich.table import Table
 from throughput import Scenario, trainer_options
@@ -223,11 +223,6 @@ SEEN, BATCH = 200_000, 256  # samples of an epoch with faults, and of one of its
 EQUAL = 1e-6
 
 
-def verdict(good: bool) -> str:
-    """For a line of text."""
-    return "[green]PASS[/]" if good else "[red]FAIL[/]"
-
-
 # ---------------------------------------------------------------------- faults
 
 
@@ -372,7 +367,7 @@ def faults(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     CONSOLE.print(table)
     good = wrong == 0 and len(first["killed"]) == job.kills
     good &= all(each["replaced"] == job.kills and each["refused"] for each in answers)
-    CONSOLE.print(f"{verdict(good)}  faults")
+    verdict(good, "faults")
     return found, good
 
 
@@ -435,7 +430,7 @@ def equal(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
         )
     CONSOLE.print(table)
     good = all(each["difference"] <= EQUAL and each["steps"] == args.steps for each in found.values())
-    CONSOLE.print(f"{verdict(good)}  equal: at most {EQUAL:g}")
+    verdict(good, f"equal: at most {EQUAL:g}")
     return found, good
 
 
