@@ -58,8 +58,11 @@ SYNCHRONIZERS = {
 FINDERS = {
     "algorithm": "algorithms:find",
     "compression": "compression:find_compression",
+    "combined data": "combined.combined_data:CombinedData",
+    "is streamed": "streams.find:is_streamed",
     "leases of shards": "streams.server:StreamLeases",
     "snapshots": "recovery.server:writer_of",
+    "streamed data": "streams.streamed_data:find",
     "measured code": "compression.link_probe:measured_code",
 }
 """What a setting or a message needs, by the name under which the core asks for it."""

@@ -51,7 +51,7 @@ TORCH: dict[str, set[str]] = {
     "_non_persistent_buffers_set": {"core.worker.module_state"},  # those that no checkpoint holds
     "_prefetch_factor": {"core.lightning.private_names"},
     "gradient._indices": {"tables.rows.worker"},  # documented, for gradients that are not coalesced
-    "_try_put_index": {"streams.loader_processes"},
+    "_try_put_index": {"core.leases.sampler"},
     "owner._buffers": {"core.worker.module_state"},
     "parameter._version": {"programs.weight_changes"},  # how often a tensor was changed in place
     # data sets with shards

@@ -13,14 +13,7 @@ from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.sampler import LeasedSteps, Replacement, digest, in_common_order, undivided
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import apply_to_collection
-from lightning_asgd.core.lightning.private_names import (
-    combination,
-    combined_loader,
-    expected_batches,
-    loader_iterator,
-    loaders,
-    opened_loaders,
-)
+from lightning_asgd.core.lightning.private_names import combined_loader, loaders, opened_loaders
 from lightning_asgd.core.lightning.sampled_data import Drawn, SharedOrder
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.elastic.elastic_run import AnyFleet
@@ -48,7 +41,9 @@ class CombinedData:
         """Have the training dataloaders yield what is granted; see :class:`LeasedCombination`."""
         combined = combined_loader(self._trainer)
         inner = combined.inner if isinstance(combined, LeasedCombination) else combined  # of a fit that failed
-        self._combined = LeasedCombination(inner, self._leases, opened, int(expected_batches(self._trainer)))
+        self._combined = LeasedCombination(
+            inner, self._leases, opened, int(private_names.expected_batches(self._trainer))
+        )
         private_names.replace_combined(self._trainer, self._combined)
 
     def start(self) -> None:
@@ -69,7 +64,7 @@ class CombinedData:
 
     def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
         """Units of an epoch with at most ``batches``, a digest of their order, and ends of shards: there are none."""
-        mode = combination.of(combined_loader(self._trainer))
+        mode = private_names.combination.of(combined_loader(self._trainer))
         self._items = combined_batches(mode, self.order.of_epoch(number))[:batches]
         return len(self._items), digest(self._items), ()
 
@@ -99,7 +94,7 @@ class LeasedCombination(Replacement):
             self._loader = _joint(loaders.of(self.inner), LeasedSteps(self._leases))
         self._batches = iter(self._loader)
         opened_loaders.set_of(self, [self._batches])
-        loader_iterator.set_of(self, self)  # as of Lightning's, which have an object for that
+        private_names.loader_iterator.set_of(self, self)  # as of Lightning's, which have an object for that
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
@@ -121,7 +116,7 @@ class LeasedCombination(Replacement):
         """End the processes of the one dataloader."""
         self._loader = self._batches = None
         opened_loaders.set_of(self, [])
-        loader_iterator.set_of(self, None)
+        private_names.loader_iterator.set_of(self, None)
 
 
 def combined_batches(mode: str, parts: Sequence[Sequence[Any]]) -> list[Item]:

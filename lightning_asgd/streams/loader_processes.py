@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lightning_asgd.core.leases.sampler import load_next
 from lightning_asgd.streams.find import batch_of, collate_of, shards_in
 from lightning_asgd.streams.sharded_data import ShardedData
 from lightning_asgd.streams.step_maker import MadeStep, StepMaker, StepOrder
@@ -151,11 +152,6 @@ class InitCalls:
                 call(worker if self._number is None else self._number)
             finally:
                 object.__setattr__(info, "dataset", read)
-
-
-def load_next(iterator: Any) -> None:
-    """Have a loader with worker processes ask its sampler, though no batch has arrived."""
-    iterator._try_put_index()
 
 
 def same(batch: Any) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.lightning import private_names
+from lightning_asgd.core.lightning.data_mode import why_not_shared
 from lightning_asgd.core.lightning.loop_counters import NEVER
 from lightning_asgd.core.lightning.private_names import combined_loader, loaders, training_loaders
 from lightning_asgd.core.protocol import UNKNOWN, Epoch
+from lightning_asgd.streams.find import batch_of, drops_last, is_streamed, shards_of
 from lightning_asgd.streams.leased_stream import LeasedStream
 from lightning_asgd.streams.sharded_data import ShardedData
 
@@ -19,8 +21,10 @@ class StreamedData:
     """The data of one fit, whose dataloader is replaced while they are leased. ``name`` is their digest."""
 
     def __init__(self, trainer: Any, leases: DataLeases, data: ShardedData, name: bytes) -> None:
+        (loader,) = training_loaders(trainer)
         self._trainer, self._leases = trainer, leases
         self._data, self._name = data, name
+        self.batch, self.samples, self.drop_last = batch_of(loader, data), data.samples, drops_last(loader, data)
         self._loader: StreamedLoader | None = None
         self._batch = 1
 
@@ -70,6 +74,22 @@ class StreamedData:
         if self._loader is None:
             raise RuntimeError("no dataloader was replaced")
         return self._loader.stream
+
+
+def find(trainer: Any, leases: DataLeases, membership: Any) -> StreamedData | str:
+    """The training data that all workers can read by shards, or why they cannot; empty if there are no shards.
+
+    All workers call it together.
+    """
+    loaders, name = training_loaders(trainer), b""
+    if len(loaders) != 1 or not is_streamed(loaders[0]):
+        return ""
+    data = why_not_shared(trainer) or shards_of(loaders[0])
+    if isinstance(data, ShardedData):
+        data, name = data.examined(private_names.program_seed())
+    if not membership.all_have(name) and isinstance(data, ShardedData):
+        data = "the workers' data differ" if name else "its samples cannot be pickled"
+    return StreamedData(trainer, leases, data, name) if isinstance(data, ShardedData) else data
 
 
 class StreamedLoader:

@@ -134,3 +134,8 @@ def _parts(thing: Any) -> list[Any]:
 def digest(items: Sequence[Any]) -> bytes:
     """Short bytes that are equal on two workers exactly if their samples, or batches, are."""
     return hashlib.sha256(repr(items).encode()).digest()[:16]
+
+
+def load_next(iterator: Any) -> None:
+    """Have a loader with worker processes ask its sampler, though no batch has arrived."""
+    iterator._try_put_index()

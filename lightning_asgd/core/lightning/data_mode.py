@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from lightning_asgd.core.leases.sampler import LeasedBatches
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.private_names import expected_batches, training_loaders, validates_after
-from lightning_asgd.streams.find import is_streamed
+from lightning_asgd.features import FINDERS, load
 
 
 def place_in_batch(trainer: Any) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def why_not_shared(trainer: Any) -> str | None:
     """Why the workers of a fit cannot share data of any kind; None if they can."""
     if hasattr(trainer.strategy, "place_in_batch"):
         shares = "the processes of an island share batches of samples"
-        if any(is_streamed(loader) for loader in training_loaders(trainer)):
+        if any(map(load(FINDERS["is streamed"]), training_loaders(trainer))):
             return f"{shares}, and these data are an IterableDataset or have shards"
         if not batch_size_of(trainer):
             return f"{shares}, and these data are not one dataloader of batches"

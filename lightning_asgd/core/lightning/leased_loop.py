@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_asgd.combined.combined_data import CombinedData
 from lightning_asgd.core.foundation.ranges import common, merged
 from lightning_asgd.core.leases.client import DataLeases, Live
 from lightning_asgd.core.leases.plan import Plan
@@ -48,14 +47,10 @@ from lightning_asgd.core.lightning.private_names import (
     resumes_epoch,
     validates_after,
 )
-from lightning_asgd.core.lightning.sampled_data import SampledData
+from lightning_asgd.core.lightning.sampled_data import LeasedData
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.core.worker.synchronizer import Held, Synchronizer, run
 from lightning_asgd.elastic.elastic_run import AnyFleet
-from lightning_asgd.streams.streamed_data import StreamedData
-
-LeasedData = SampledData | CombinedData | StreamedData
-"""What there is to lease."""
 
 
 class LeasedLoop(Live):

@@ -280,7 +280,7 @@ def program_seed() -> int:
 
 def keep_loading(trainer: Any) -> None:
     """Have a loader with worker processes ask its sampler again: by itself it asks only when a batch arrives."""
-    from lightning_asgd.streams.loader_processes import load_next  # it loads torch, which the command line does without
+    from lightning_asgd.core.leases.sampler import load_next  # it loads torch, which the command line does without
 
     (iterator,) = opened_loaders.of(loader_iterator.of(combined_loader(trainer)))
     for _ in range(getattr(iterator, "_num_workers", 0) * getattr(iterator, "_prefetch_factor", 0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_asgd.core.leases.client import DataLeases
 from lightning_asgd.core.leases.common_order import CommonOrder
@@ -11,19 +11,38 @@ from lightning_asgd.core.leases.plan import Plan
 from lightning_asgd.core.leases.sampler import LeasedBatches, digest, in_common_order, own_samplers, undivided
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.data_mode import batch_size_of
-from lightning_asgd.core.lightning.private_names import (
-    expected_batches,
-    may_replace_samplers,
-    replace_batch_sampler,
-    sampler_wrapper,
-    training_loaders,
-    validates_after,
-)
+from lightning_asgd.core.lightning.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.core.protocol import Epoch
 from lightning_asgd.elastic.elastic_run import AnyFleet
 
 Drawn = tuple[list[Any], list[list[Any]]]
 """The batch samplers of the training dataloaders, and the order that each has drawn."""
+
+
+class LeasedData(Protocol):
+    """The data of one fit, while they are leased."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether the training dataloaders are still the same."""
+
+    def install(self, batch: int, opened: Callable[[], Plan | None]) -> None:
+        """Have the training dataloaders yield what is granted, of the epoch that ``opened`` names."""
+
+    def start(self) -> None:
+        """Have Lightning begin to iterate."""
+
+    def uninstall(self) -> None:
+        """Restore the training dataloaders: they may be the user's own."""
+
+    def count(self, expected: float) -> int:
+        """Batches of an epoch per worker, from the number that Lightning expects."""
+
+    def begin_epoch(self, number: int, batches: int) -> tuple[int, bytes, tuple[int, ...]]:
+        """Units of an epoch with at most ``batches``, a digest of their order, and where their shards end."""
+
+    def plan(self, epoch: Epoch, accumulate: int) -> Plan:
+        """The epoch as this worker trains it."""
 
 
 class SharedOrder:
@@ -45,14 +64,14 @@ class SharedOrder:
         again = ", and Lightning divides those once more, unless use_distributed_sampler=False is passed"
         return (
             f"{', '.join(samplers) or 'the sampler'} gives each worker samples that others do not get"
-            f"{again if may_replace_samplers(self._trainer) else ''}"
+            f"{again if private_names.may_replace_samplers(self._trainer) else ''}"
         )
 
     def _agreed(self, number: int) -> tuple[list[str], CommonOrder]:
         if self._latest is None or self._latest[0] != number:
             made, mine = self._draw(number)
             own = dict.fromkeys(name for each in made for name in own_samplers(each))
-            samplers = [name for name in own if name != sampler_wrapper.attribute]
+            samplers = [name for name in own if name != private_names.sampler_wrapper.attribute]
             found = self._membership.common_order(f"{self._membership.session}/{number}", samplers, mine)
             if found.differs:  # so may the lengths
                 for count in (expected_batches, validates_after):
@@ -87,7 +106,7 @@ class SampledData:
             inner = inner.inner
         # Leases know a batch by its turn.
         self._in_order, loader.in_order = getattr(loader, "in_order", True), True
-        replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
+        private_names.replace_batch_sampler(loader, LeasedBatches(inner, self._leases, opened, length))
 
     def start(self) -> None:
         """Have Lightning begin to iterate."""
@@ -96,7 +115,7 @@ class SampledData:
     def uninstall(self) -> None:
         """Restore the training dataloader: it may be the user's own."""
         if self._loader is not None:
-            replace_batch_sampler(self._loader, self._loader.batch_sampler.inner)
+            private_names.replace_batch_sampler(self._loader, self._loader.batch_sampler.inner)
             self._loader.in_order = self._in_order
             self._loader = None
 

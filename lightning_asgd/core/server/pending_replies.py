@@ -31,7 +31,7 @@ def failure(error: ASGDError) -> Failure:
     return Failure(type(error).__name__, str(error))
 
 
-def complete_with(future: Future[Any], answer: Any) -> None:
+def complete_with(future: Future[Any], answer: object) -> None:
     """Complete a future with an answer, or once that is there, if it is a future itself."""
     if isinstance(answer, Future):
         answer.add_done_callback(lambda done: future.set_result(done.value()))
@@ -50,7 +50,7 @@ class PendingReplies:
         self._arrived = 0
         self.full: set[tuple[type, int]] = set()  # kinds and workers of which no more requests are taken
 
-    def __contains__(self, request: Any) -> bool:
+    def __contains__(self, request: object) -> bool:
         return id(request) in self._pending
 
     def count(self, kind: type) -> int:
@@ -66,12 +66,12 @@ class PendingReplies:
         """The pending requests of other kinds."""
         return self.of(*(kind for kind in self._kinds if not issubclass(kind, kinds)))
 
-    def check_room(self, request: Any) -> None:
+    def check_room(self, request: object) -> None:
         """Raise a ``ProtocolError`` if too many requests of its kind and worker wait already."""
         if _whose(request) in self.full:
             raise ProtocolError(f"{_MOST} {type(request).__name__} messages of one worker wait. Expected fewer.")
 
-    def add(self, request: Any) -> Future[Any]:
+    def add(self, request: object) -> Future[Any]:
         """Keep a request; its reply comes with the future."""
         future: Future[Any] = Future()
         self._arrived += 1
@@ -83,7 +83,7 @@ class PendingReplies:
             self.full.add(whose)
         return future
 
-    def take(self, request: Any) -> Future[Any]:
+    def take(self, request: object) -> Future[Any]:
         """Remove a request; the caller replies to it."""
         *_, future = self._pending.pop(id(request))
         del self._kinds[type(request)][id(request)]
@@ -108,11 +108,11 @@ class PendingReplies:
         for request in requests:
             self.complete(request, reply)
 
-    def complete(self, request: Any, reply: Any) -> None:
+    def complete(self, request: object, reply: Any) -> None:
         """Reply to a request, unless it was answered before; an error fails it."""
         if request in self:
             self.take(request).set_result(failure(reply) if isinstance(reply, ASGDError) else reply)
 
 
-def _whose(request: Any) -> tuple[type, int]:
+def _whose(request: object) -> tuple[type, int]:
     return type(request), getattr(request, "worker", -1)
