@@ -64,6 +64,7 @@ FINDERS = {
     "snapshots": "recovery.server:writer_of",
     "streamed data": "streams.streamed_data:find",
     "measured code": "compression.link_probe:measured_code",
+    "run": "elastic.elastic_run:ElasticFleet",
 }
 """What a setting or a message needs, by the name under which the core asks for it."""
 

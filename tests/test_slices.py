@@ -18,14 +18,14 @@ from tests.test_architecture import FILES, TREES, imported_modules
 DEBTS = Path(__file__).parent / "data" / "debts.txt"
 # What is above its goal today. The goals are in tests/house.py.
 FIGURES: dict[str, int] = {
-    "imports of features by the core": 51,
+    "imports of features by the core": 45,
     "code lines of the core": 13952,
     "code lines of the largest feature": 2008,
-    "code lines of the library": 35224,
+    "code lines of the library": 35215,
     "files of the library": 336,
     "modules that ASGDStrategy loads": 210,
     "modules that a server loads": 71,
-    "branches of 6 central files": 300,
+    "branches of 6 central files": 294,
     "lines of a class": 411,
     "methods of a class": 42,
     "attributes of a class": 34,
@@ -33,7 +33,7 @@ FIGURES: dict[str, int] = {
     "fields of Exchange": 21,
     "fields of Reply": 14,
     "fields of LeaseRequest": 17,
-    "Any in signatures of the core": 591,
+    "Any in signatures of the core": 590,
     "type: ignore": 79,
     "lines of the tests": 55755,
     "files of the benchmarks": 115,

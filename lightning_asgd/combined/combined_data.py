@@ -16,7 +16,7 @@ from lightning_asgd.core.lightning.class_trees import apply_to_collection
 from lightning_asgd.core.lightning.private_names import combined_loader, loaders, opened_loaders
 from lightning_asgd.core.lightning.sampled_data import Drawn, SharedOrder
 from lightning_asgd.core.protocol import Epoch
-from lightning_asgd.elastic.elastic_run import AnyFleet
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.streams.loader_processes import InitCalls, same
 
 Item = tuple[int, list[Any]]
@@ -26,7 +26,7 @@ Item = tuple[int, list[Any]]
 class CombinedData:
     """The data of one fit, whose combined dataloaders are replaced by one while they are leased."""
 
-    def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
+    def __init__(self, trainer: Any, leases: DataLeases, membership: Fleet) -> None:
         self._trainer, self._leases = trainer, leases
         self.order = SharedOrder(trainer, membership, self._draw)
         self._combined: LeasedCombination | None = None

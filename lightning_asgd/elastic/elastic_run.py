@@ -21,7 +21,6 @@ from lightning_asgd.core.foundation.process_name import gone_among, pid_of
 from lightning_asgd.core.job.training_job import TrainingJob
 from lightning_asgd.core.leases.common_order import CommonOrder, overlap
 from lightning_asgd.core.protocol import Policy
-from lightning_asgd.core.worker.fixed_fleet import FixedFleet
 from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.session_client import HeartbeatThread
@@ -45,7 +44,7 @@ class ElasticFleet(Fleet):
     ``attachment`` is what the worker learned when it joined, and publishes to the others.
     """
 
-    comes_and_goes = True
+    comes_and_goes = others_may_join = True
 
     def __init__(
         self, job: TrainingJob, config: ExchangeConfig, policy: Policy, board: MetricsBoard, shell: Shell
@@ -72,7 +71,7 @@ class ElasticFleet(Fleet):
     def _find(self) -> None:
         """Connect to the run's servers, without a number until the coordinator assigns one."""
         self._job.find_run()
-        self._connect(0, 0, self._policy)
+        self._connect(0, 0)
         self.attachment = Attachment(self.client, self._change_chief)
 
     def _check_loop(self) -> None:
@@ -229,14 +228,6 @@ class ElasticFleet(Fleet):
         """The batch size of the run's first worker."""
         return self.attachment.reference_batch(mine) if mine else 0
 
-    def of_first_worker(self, mine: int, what: str = "") -> int:
-        """This worker's own value: there is no collective in an elastic run."""
-        return mine
-
-    def all_have(self, data: bytes) -> bool:
-        """Whether this worker has data to share: who opens an epoch is checked to have those of the others."""
-        return bool(data)
-
     def common_order(
         self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
     ) -> CommonOrder:
@@ -261,17 +252,13 @@ class ElasticFleet(Fleet):
         if files is not None:
             self._shell.adopt_checkpoint_states(files)
 
-    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
-        """None: the chief has its own, and the others' are not collected."""
-        return {}
-
     def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
         """Whether training ends: the run ends with the chief's; any other worker may leave it."""
         return self.attachment.end_epoch(progress, should_stop)
 
     # ------------------------------------------------------------------ what is not possible in a run
 
-    def refuse_another_layout(self) -> NoReturn:
+    def begin_generation(self) -> None:
         """Raise: workers of an elastic run do not synchronise, so they cannot agree on a layout."""
         raise ConfigurationError(
             "Weights were replaced, or parameters unfrozen, during training in an elastic run. Expected the same "
@@ -291,7 +278,3 @@ class ElasticFleet(Fleet):
             "A search for a learning rate or batch size was started in an elastic run. Expected it to be done "
             "beforehand, with a separate Trainer: it would change the weights of all workers."
         )
-
-
-AnyFleet = FixedFleet | ElasticFleet
-"""A worker's membership in a job or in a run."""

@@ -42,6 +42,7 @@ class IslandFleet(ElasticFleet):
 
     def __init__(self, group: IslandGroup, *about: Any, islands: int = 0) -> None:
         self._group, self._place, self._islands = group, (0, 1), islands
+        self.others_may_join = not islands
         super().__init__(*about)
         group.on("files", self._shell.adopt_checkpoint_states)
         group.report("chief has changed", lambda: self.attachment.outdated)
@@ -56,11 +57,6 @@ class IslandFleet(ElasticFleet):
 
     def _share(self, call: Callable[[], T]) -> T:
         return self._group.share(call)
-
-    @property
-    def others_may_join(self) -> bool:
-        """Whether other islands may attach that this job does not have."""
-        return not self._islands
 
     @property
     def rank(self) -> int:

@@ -346,5 +346,5 @@ class IslandStrategy(private_names.CommonHooks, Takeable):
     def load_model_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load weights before a fit. During one the servers' weights would differ: an elastic run refuses that."""
         if self.fit_session is not None and self._membership is not None:
-            self._membership.refuse_another_layout()
+            self._membership.begin_generation()
         super().load_model_state_dict(*args, **kwargs)  # type: ignore[misc]

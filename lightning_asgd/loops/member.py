@@ -13,10 +13,10 @@ from lightning_asgd.core.job.interruptions import TIME_IS_UP, Interruptions
 from lightning_asgd.core.job.options import LoopOptions
 from lightning_asgd.core.job.training_job import TrainingJob
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
-from lightning_asgd.core.worker.fleet import end_idle_membership
+from lightning_asgd.core.worker.fleet import Fleet, end_idle_membership
 from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.shell import Shell
-from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.elastic.elastic_run import ElasticFleet
 from lightning_asgd.engines.engine import end_with_agent, requeue_job
 from lightning_asgd.loops.session import LoopSession
 from lightning_asgd.loops.state import LoopState
@@ -31,7 +31,7 @@ class LoopMember:
     def __init__(self, options: LoopOptions, job: TrainingJob, shell: Shell, interruptions: Interruptions) -> None:
         self._options, self._job, self._shell, self._interruptions = options, job, shell, interruptions
         shell.interruptions = interruptions
-        self.membership: AnyFleet | None = None
+        self.membership: Fleet | None = None
         self.session: LoopSession | None = None
 
     def join(self, rank: int, world_size: int) -> None:
@@ -91,7 +91,7 @@ class LoopMember:
             if session is not None:
                 session.close()
 
-    def _leaves_in_order(self, membership: AnyFleet, session: LoopSession, error: BaseException) -> bool:
+    def _leaves_in_order(self, membership: Fleet, session: LoopSession, error: BaseException) -> bool:
         """Leave in order if this worker was interrupted, and a run continues without it; whether that was done."""
         given_up = membership.client.connection.given_up
         if given_up or not (isinstance(error, KeyboardInterrupt | SystemExit) and membership.comes_and_goes):

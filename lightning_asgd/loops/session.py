@@ -18,9 +18,9 @@ from lightning_asgd.core.job.interruptions import Interruptions
 from lightning_asgd.core.job.options import LoopOptions
 from lightning_asgd.core.protocol import UNKNOWN, Epoch, SyncReport
 from lightning_asgd.core.worker.collectives import Phase
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.participation import Participation
 from lightning_asgd.core.worker.synchronizer import Held, Synchronizer, Waits, run
-from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.layerwise.worker import ProgramGradients
 from lightning_asgd.loops.leased_pass import SharedData, Trainee
 from lightning_asgd.loops.state import LoopState
@@ -81,7 +81,7 @@ class LoopSession(Participation, Trainee):
         module: Module,
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
-        membership: AnyFleet,
+        membership: Fleet,
         options: LoopOptions,
         state: LoopState,
         interruptions: Interruptions,
@@ -105,7 +105,7 @@ class LoopSession(Participation, Trainee):
         config.algorithm.check(Run(self.workers, 1, config.npush, tuple(optimizers), "32-true"))
         self._training = replace(self._training, closures=False)
         self.synchronizer = self._set_up(state.versions)
-        if state.servers and (self._run is not None or membership.is_chief):
+        if state.servers and (self.membership.comes_and_goes or membership.is_chief):
             self.synchronizer.restore(state.servers)
         if options.total_steps is not None:
             self._find_period(membership.of_first_worker(options.total_steps, "total_steps"), self._warn)
@@ -139,8 +139,7 @@ class LoopSession(Participation, Trainee):
     @property
     def is_chief(self) -> bool:
         """Whether this worker is to log and to write checkpoints."""
-        if self._run is not None:
-            self._run.follow_chief()
+        self.membership.follow_chief()
         return self.membership.is_chief
 
     @property
@@ -205,8 +204,7 @@ class LoopSession(Participation, Trainee):
     def _advance(self) -> None:
         """Between two steps: merge a reply that has arrived, and exchange if that is due."""
         self.membership.check_session()
-        if self._run is not None:
-            self._run.follow_chief()
+        self.membership.follow_chief()
         self._whole(self.synchronizer.advance())
 
     def _whole(self, exchange: Waits) -> None:
@@ -219,20 +217,21 @@ class LoopSession(Participation, Trainee):
 
     def begin_pass(self, data: SharedData, accumulate: int) -> Iterable[Any] | None:
         """See :class:`Trainee`, here and below."""
-        if ((rule := self.config.algorithm).lockstep and self._run is None) or rule.payload is Payload.LAYERS:
+        rule, meets = self.config.algorithm, not self.membership.comes_and_goes
+        if (rule.lockstep and meets) or rule.payload is Payload.LAYERS:
             raise ConfigurationError(
                 f"batches() was called with {type(rule).__name__}, whose workers wait for each other. Expected a "
                 "dataloader of your own that gives every worker an equal part, or an elastic run."
             )
         self.leave_pass()
-        if self._run is None and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
+        if meets and (self._is_uneven or self._collectives.phase is Phase.ASYNC):
             self._sync("beginning of a pass", all_have_pushed=False)
         self._follow_growth()
         self.take_set_weights()
         self._leases.batch = data.batch
         reference = self.membership.reference_batch(data.batch) or data.batch or 1  # in which all workers count
-        if self._run is not None and not self.state.in_epoch:
-            self._run.begin_epoch()
+        if not meets and not self.state.in_epoch:
+            self.membership.begin_epoch()
             self._share_posterior()
         state = self.state
         key, agree = f"{self.membership.session}/{state.passes}", self.membership.common_order
@@ -335,7 +334,7 @@ class LoopSession(Participation, Trainee):
             self.leave_pass()
         if not self._in_pass:
             self._sync("sync", all_have_pushed=False)
-        elif self._run is not None:
+        elif self.membership.comes_and_goes:
             for procedure in (self.synchronizer.flush, self.synchronizer.fetch, self.synchronizer.begin):
                 self._whole(procedure())
             self._changes.note()
@@ -349,7 +348,7 @@ class LoopSession(Participation, Trainee):
     def _is_uneven(self) -> bool:
         """Whether other workers may have taken a step since the end of a pass, with gradients that were left over."""
         enters = self._collectives.phase is Phase.ENTERING
-        return self._after_pass and self._run is None and not self.membership.alone and not enters
+        return self._after_pass and not self.membership.comes_and_goes and not self.membership.alone and not enters
 
     def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
         synchronizer = super()._set_up(versions, again=again)
@@ -362,8 +361,7 @@ class LoopSession(Participation, Trainee):
 
     def _sync(self, name: str, *, all_have_pushed: bool) -> None:
         self._interruptions.raise_now()
-        if self._run is not None:
-            self._run.follow_chief()
+        self.membership.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # it has trained nothing since it joined
             self.membership.begin_interval(self.synchronizer, None, self._progress)
         self._changes.check(self.membership.rank, moved=self.synchronizer.moved)
@@ -388,8 +386,8 @@ class LoopSession(Participation, Trainee):
         """An epoch of ``epochs()`` begins."""
         self.leave_pass()
         self.state.in_epoch = True
-        if self._run is not None:
-            self._run.begin_epoch()
+        if self.membership.comes_and_goes:
+            self.membership.begin_epoch()
             self._share_posterior()
 
     def end_epoch(self) -> None:
@@ -413,7 +411,7 @@ class LoopSession(Participation, Trainee):
         """Synchronise the final weights."""
         self._interruptions.raise_now()
         self.leave_pass()
-        if self._run is None or self._collectives.phase is not Phase.SYNC or self.synchronizer.moved:
+        if not self.membership.comes_and_goes or self._collectives.phase is not Phase.SYNC or self.synchronizer.moved:
             self._sync("end of training", all_have_pushed=False)
         if self.membership.is_chief:
             self._collect_samples()

@@ -18,7 +18,7 @@ from lightning_asgd.core.foundation.stats import ExchangeStats
 from lightning_asgd.core.lightning.class_trees import tree_of
 from lightning_asgd.core.lightning.private_names import rich_bar
 from lightning_asgd.core.lightning.sync_callback import is_monitored
-from lightning_asgd.elastic.elastic_run import AnyFleet
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.monitor.callback import log_folder
 from lightning_asgd.monitor.fit_summary import FitSummary, count
 
@@ -35,7 +35,7 @@ class FitMessages:
     """The messages of one fit of one worker; ``waited`` gives the seconds that it has waited so far."""
 
     def __init__(
-        self, trainer: Any, membership: AnyFleet, config: ExchangeConfig, waited: Callable[[], Iterable[float]]
+        self, trainer: Any, membership: Fleet, config: ExchangeConfig, waited: Callable[[], Iterable[float]]
     ) -> None:
         self._trainer = trainer
         self._membership = membership

@@ -61,10 +61,10 @@ def two() -> Iterator[Two]:
 
 def test_the_next_chief_finds_the_state_of_the_one_before_also_after_a_new_layout(two: Two) -> None:
     two.fleets[0].publish_chief_state()
-    assert two.fleets[1].published_checkpoints([]) == [{"best_model_path": "worker 0's.ckpt"}]
+    assert two.fleets[1].published_checkpoints() == [{"best_model_path": "worker 0's.ckpt"}]
     two.both(FixedFleet.begin_generation)
     assert two.session == "j.0.1.1"
-    assert two.fleets[1].published_checkpoints([]) == [{"best_model_path": "worker 0's.ckpt"}]
+    assert two.fleets[1].published_checkpoints() == [{"best_model_path": "worker 0's.ckpt"}]
 
 
 def test_a_process_that_enters_late_with_another_layout_ends_itself_only(two: Two) -> None:

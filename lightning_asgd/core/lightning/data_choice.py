@@ -12,7 +12,7 @@ from lightning_asgd.core.lightning.data_mode import batch_size_of, count_in, set
 from lightning_asgd.core.lightning.leased_loop import LeasedLoop
 from lightning_asgd.core.lightning.private_names import training_loaders
 from lightning_asgd.core.lightning.sampled_data import LeasedData, SampledData
-from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.features import FINDERS, load
 from lightning_asgd.programs.fixed_split import FixedSplit, datasets_of
 
@@ -27,7 +27,7 @@ class DataChoice:
     def __init__(
         self,
         trainer: Any,
-        membership: AnyFleet,
+        membership: Fleet,
         leases: DataLeases,
         resumed: Callable[[], Mapping[str, Any]],
         *,
@@ -67,8 +67,7 @@ class DataChoice:
             restart_epochs(trainer)
         data, reason = self._shared()
         if data is None:
-            if isinstance(self._membership, ElasticFleet):
-                self._membership.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
+            self._membership.refuse_a_split(f"{datasets_of(trainer)}: {reason}")
             self.end()
             self._split.explain(reason)
             return

@@ -16,7 +16,6 @@ from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.lightning.checkpointing import (
     KEY,
     Resumption,
-    adopt_checkpoint_states,
     checkpoint_states,
     entry_of,
     follow_progress,
@@ -36,11 +35,10 @@ from lightning_asgd.core.lightning.sync_callback import SyncPoints, is_monitored
 from lightning_asgd.core.protocol import JointReport, Place, SyncReport
 from lightning_asgd.core.worker.collectives import Phase
 from lightning_asgd.core.worker.feature import moments_of
-from lightning_asgd.core.worker.fixed_fleet import FixedFleet
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.participation import Participation
-from lightning_asgd.core.worker.session_client import pickled, unpickled
+from lightning_asgd.core.worker.session_client import pickled
 from lightning_asgd.core.worker.synchronizer import Held, Skipped, run
-from lightning_asgd.elastic.elastic_run import AnyFleet
 from lightning_asgd.programs.batch_units import TrainedUnits
 from lightning_asgd.programs.fit_messages import FitMessages
 from lightning_asgd.programs.fixed_split import FixedSplit
@@ -57,7 +55,7 @@ class FitSession(Participation):
     def __init__(
         self,
         trainer: Any,
-        membership: AnyFleet,
+        membership: Fleet,
         config: ExchangeConfig,
         resume: Resumption,
         units: TrainedUnits,
@@ -112,12 +110,10 @@ class FitSession(Participation):
         trainer, entry = self.trainer, self.membership.entry
         if entry is not None:
             follow_progress(trainer, entry.progress)
-        if self._run is not None and self._run.entry is not None:
-            self._run.adopt_checkpoints()
+            self.membership.adopt_checkpoints()
         self._share_posterior()
         self._find_period(steps_of_fit(trainer, self.config), rank_zero_warn)
-        if isinstance(self.membership, FixedFleet):
-            self.membership.publish_chief_state()
+        self.membership.publish_chief_state()
         optimizers, precision = tuple(trainer.optimizers), str(trainer.precision_plugin.precision)
         run = Run(trainer.world_size, trainer.num_nodes, self.config.npush, optimizers, precision)
         self.config.algorithm.check(run)
@@ -166,8 +162,8 @@ class FitSession(Participation):
     def share_data(self) -> None:
         """Have the dataloader yield what this worker is granted, if the data can be leased. Called for each epoch."""
         self._choice.choose()
-        if self._run is not None:  # others may have joined or left since the latest epoch
-            self._run.begin_epoch()
+        if self.membership.comes_and_goes:  # others may have joined or left since the latest epoch
+            self.membership.begin_epoch()
             self._share_posterior()
             self.trainer.strategy.announce()
             self._find_period(steps_of_fit(self.trainer, self.config), rank_zero_warn)
@@ -183,11 +179,11 @@ class FitSession(Participation):
         callbacks_s = max(0.0, time.perf_counter() - self._fetched)
         self._passed.unmute()
         self.membership.check_session()
-        if self._run is not None:
-            self._run.follow_chief()
+        if self.membership.comes_and_goes:
+            self.membership.follow_chief()
         if self._collectives.phase in (Phase.SYNC, Phase.ENTERING):
-            if self._run is not None and self.in_search:
-                self._run.refuse_a_search()
+            if self.in_search:
+                self.membership.refuse_a_search()
             if self._has_grown():
                 self.set_up_again()
             self._warn_of_mixed_weights()
@@ -316,8 +312,7 @@ class FitSession(Participation):
     def sync_point(self, name: str, place: Place | None = None, *, halt: bool = False) -> JointReport:
         """Wait for all living workers, give all the same bits of the servers' weights, and return the joint report."""
         trainer, membership, synchronizer = self.trainer, self.membership, self.synchronizer
-        if self._run is not None:
-            self._run.follow_chief()
+        membership.follow_chief()
         if self._collectives.phase is Phase.ENTERING:  # stopped before its first batch
             membership.begin_interval(synchronizer, self.data.place, self._progress)
         run(synchronizer.flush())
@@ -327,20 +322,15 @@ class FitSession(Participation):
         grown = self._has_grown()
         self.report_metrics()
         board = membership.board
-        checkpoints, collectives = checkpoint_states(trainer), self._collectives
-        told = pickled(checkpoints) if collectives.real and collectives.rank == collectives.chief else None
+        collectives = self._collectives
+        shares = collectives.real and collectives.rank == collectives.chief
+        told = pickled(checkpoint_states(trainer)) if shares else None
         mine = SyncReport(synchronizer.moved, trainer.should_stop, grown, told, board.mine, None, place, trained, halt)
         met = self._meet(name, mine, all_have_pushed=all_have_pushed)
         self.data.check_first_batches()
         board.update(met.figures, board.living if membership.comes_and_goes else met.workers)
         trainer.should_stop = met.should_stop
-        if isinstance(membership, FixedFleet):
-            if met.checkpoints is not None:
-                checkpoints = unpickled("the chief", met.checkpoints)
-            elif collectives.real:
-                checkpoints = membership.published_checkpoints(checkpoints)
-            adopt_checkpoint_states(trainer, checkpoints, agrees=name != "train end" and not membership.is_chief)
-            membership.publish_chief_state()
+        membership.agree_on_checkpoints(met.checkpoints, final=name == "train end")
         if self._check_grown(met):
             self.set_up_again(trained=True)
         membership.share_untrained(self._untrained, synchronizer.stats.steps)
@@ -349,8 +339,7 @@ class FitSession(Participation):
 
     def _agree_to_stop(self) -> None:
         """Stop all workers where one stops: hooks after the sync point may have set it on some workers only."""
-        should_stop = self.trainer.should_stop
-        self.trainer.should_stop = self.membership.agree_to_stop(should_stop, self._progress)
+        self.trainer.should_stop = self.membership.agree_to_stop(self.trainer.should_stop, self._progress)
 
     def _progress(self) -> dict[str, Any]:
         """The progress that a joining worker needs."""
@@ -365,8 +354,8 @@ class FitSession(Participation):
         elif self.trainer.is_global_zero:
             self._collect_samples()
         self._share_last()
-        if self._run is not None and not self._writes_files:
-            self._run.adopt_checkpoints()
+        if not self._writes_files:
+            self.membership.adopt_checkpoints()
         self._choice.end()
         self.membership.end_entries()
         self._note_losses()

@@ -49,15 +49,15 @@ from lightning_asgd.core.lightning.private_names import (
 )
 from lightning_asgd.core.lightning.sampled_data import LeasedData
 from lightning_asgd.core.protocol import Epoch
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.synchronizer import Held, Synchronizer, run
-from lightning_asgd.elastic.elastic_run import AnyFleet
 
 
 class LeasedLoop(Live):
     """The training loop of one fit whose data are set up and can be leased; ``resumed``: see :meth:`save`."""
 
     def __init__(
-        self, trainer: Any, membership: AnyFleet, leases: DataLeases, resumed: Mapping[str, Any], data: LeasedData
+        self, trainer: Any, membership: Fleet, leases: DataLeases, resumed: Mapping[str, Any], data: LeasedData
     ) -> None:
         self.trainer, self.leases, self._data = trainer, leases, data
         self._membership = membership

@@ -13,7 +13,7 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.data_mode import batch_size_of
 from lightning_asgd.core.lightning.private_names import expected_batches, training_loaders, validates_after
 from lightning_asgd.core.protocol import Epoch
-from lightning_asgd.elastic.elastic_run import AnyFleet
+from lightning_asgd.core.worker.fleet import Fleet
 
 Drawn = tuple[list[Any], list[list[Any]]]
 """The batch samplers of the training dataloaders, and the order that each has drawn."""
@@ -48,7 +48,7 @@ class LeasedData(Protocol):
 class SharedOrder:
     """The orders of a fit; ``draw`` draws this worker's of an epoch."""
 
-    def __init__(self, trainer: Any, membership: AnyFleet, draw: Callable[[int], Drawn]) -> None:
+    def __init__(self, trainer: Any, membership: Fleet, draw: Callable[[int], Drawn]) -> None:
         self._trainer, self._membership, self._draw = trainer, membership, draw
         self._latest: tuple[int, list[str], CommonOrder] | None = None  # the number of its epoch, and own samplers
 
@@ -84,7 +84,7 @@ class SharedOrder:
 class SampledData:
     """The data of one fit, whose dataloader has its batch sampler replaced while they are leased."""
 
-    def __init__(self, trainer: Any, leases: DataLeases, membership: AnyFleet) -> None:
+    def __init__(self, trainer: Any, leases: DataLeases, membership: Fleet) -> None:
         self._trainer, self._leases = trainer, leases
         self._loader: Any = None
         self._in_order = True

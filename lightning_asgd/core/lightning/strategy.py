@@ -31,11 +31,11 @@ from lightning_asgd.core.lightning.unattached import StrategyExtension, passed_o
 from lightning_asgd.core.lightning.worker_place import WorkerPlace, check_is_one_worker
 from lightning_asgd.core.worker.collectives import REDUCED_ALONE, Collectives, Phase, reduce_op_name
 from lightning_asgd.core.worker.fixed_fleet import FixedFleet
-from lightning_asgd.core.worker.fleet import end_idle_membership, idle_membership
+from lightning_asgd.core.worker.fleet import Fleet, end_idle_membership, idle_membership
 from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.module_state import fixed_tensors, make_identical, persistent_buffers
-from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.engines.signals import HeedsInValidation, defer_requeueing, heed_engine
+from lightning_asgd.features import FINDERS, load
 from lightning_asgd.islands.strategy import become_island
 from lightning_asgd.launchers.process_launcher import MultiProcessLauncher
 from lightning_asgd.programs.batch_units import counter_of
@@ -155,7 +155,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
             become_island(self, tree, accelerator)
 
     # Of the present session, from set-up to teardown.
-    _membership: AnyFleet | None = None
+    _membership: Fleet | None = None
     fit_session: FitSession | None = None
     """What the worker does while it fits; None else."""
     _undo: tuple[Callable[[], None], ...] = ()  # restore the Trainer
@@ -211,7 +211,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if not self._job.attaches:
             self._membership = FixedFleet(*about, (int(super().global_rank), self.world_size), fits=fits)
         elif fits:
-            self._membership = ElasticFleet(*about)
+            self._membership = load(FINDERS["run"])(*about)
         if self._membership is not None:
             self._membership.join()
             self.settings |= {"transport": self._job.transport, "num_servers": self._job.num_servers}

@@ -45,10 +45,10 @@ class TrainerShell(Shell):
         """The state of the Trainer's checkpoint callbacks."""
         return checkpoint_states(self._trainer)
 
-    def adopt_checkpoint_states(self, states: list[Any]) -> None:
+    def adopt_checkpoint_states(self, states: list[Any], *, agrees: bool = False) -> None:
         """Give it to them, unless the other worker has other callbacks."""
         if len(states) == len(self._trainer.checkpoint_callbacks):
-            adopt_checkpoint_states(self._trainer, states)
+            adopt_checkpoint_states(self._trainer, states, agrees=agrees)
 
     def chief_state(self) -> dict[str, Any]:
         """What the callbacks know of their files, and the loggers' runs."""

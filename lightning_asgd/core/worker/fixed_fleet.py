@@ -35,7 +35,7 @@ from lightning_asgd.core.worker.connection import COORDINATOR
 from lightning_asgd.core.worker.exchanger import Exchanger
 from lightning_asgd.core.worker.fleet import Fleet, here, idle_membership
 from lightning_asgd.core.worker.metrics_board import MetricsBoard
-from lightning_asgd.core.worker.session_client import HeartbeatThread
+from lightning_asgd.core.worker.session_client import HeartbeatThread, unpickled
 from lightning_asgd.core.worker.shell import Shell
 from lightning_asgd.core.worker.synchronizer import Synchronizer
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
@@ -78,28 +78,25 @@ class FixedFleet(Fleet):
             timeouts = config.timeouts
             may_vote_s = 0.0 if job.interface == "lo" else sum(_looks(timeouts)) + timeouts.silence_s
             policy = replace(policy, another_chief=True, elsewhere_s=may_vote_s, chief=job.hosts.chief)
+        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
+        self._watched = world_size > 1 and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
+        if not self._watched:
+            policy = replace(policy, silence_s=0.0)
         super().__init__(job, config, policy, board, shell, alone=world_size == 1)
-        self._fits = fits
+        self.another_chief, self._fits = policy.another_chief, fits
         # What does not change during the fit, and the progress when the latest epoch began.
         self._start = EntryPoint("")
-        # Hogwild and LayerWise cannot exclude a worker: its pushes cannot be undone. No worker waits for a single one.
-        self._watched = not self.alone and config.algorithm.payload not in (Payload.LAYERS, Payload.NONE)
         self._layouts = 0  # layouts made in this session
         self._exited: set[int] = set()  # workers that this process had started
         self._unprinted: deque[tuple[float, str]] = deque(maxlen=20)  # events while another was chief, and when
         self.chief = 0
         """The worker that logs and writes checkpoints; changes between two batches and in collectives only."""
         self._main = rank_variables.main_process()
-        self._connect(rank, world_size, self._watching)
+        self._connect(rank, world_size)
         if job.hosts is not None:
             self.chief = self.collectives.chief = job.hosts.chief
             job.hosts.min_workers = policy.min_workers
             self._speak_if_chief()
-
-    @property
-    def _watching(self) -> Policy:
-        """The policy, without heartbeats where the others cannot continue without a worker that sends none."""
-        return self._policy if self._watched else replace(self._policy, silence_s=0.0)
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
@@ -188,7 +185,7 @@ class FixedFleet(Fleet):
         chief = agreed if agreed in heard.living or not heard.living else heard.chief
         if chief != self.chief and self._follow(chief):
             # This worker's own callbacks count files that they would have written since the last sync point.
-            self._shell.adopt_checkpoint_states(self.published_checkpoints(self._shell.checkpoint_states()))
+            self._shell.adopt_checkpoint_states(self.published_checkpoints())
 
     def _follow(self, chief: int) -> bool:
         """Take a worker for the chief from now on; returns whether this one has become it."""
@@ -209,11 +206,6 @@ class FixedFleet(Fleet):
 
     def _speak_if_chief(self) -> None:
         self._shell.speak_as(0 if self.is_chief else max(1, self.rank))
-
-    @property
-    def another_chief(self) -> bool:
-        """See :class:`Fleet`."""
-        return self._policy.another_chief
 
     @property
     def _servers_ended(self) -> bool:
@@ -251,17 +243,24 @@ class FixedFleet(Fleet):
         try:
             return int(self.client.note(_LAST, self.rank, first=True))
         except RuntimeError:  # the servers are gone already
-            others = set(self.client.heard.living) - (set() if self._policy.another_chief else {0})
+            others = set(self.client.heard.living) - (set() if self.another_chief else {0})
             return min(others, default=self.rank)
 
-    def published_checkpoints(self, mine: list[Any]) -> list[Any]:
-        """What a chief that is gone published last of its checkpoint callbacks' files; ``mine`` if it has not."""
+    def published_checkpoints(self) -> list[Any]:
+        """What a chief that is gone published last of its checkpoint callbacks' files; this worker's if it has not."""
         state = self.client.note(_CHIEF_STATE)
-        return mine if state is None else list(state["checkpoints"])
+        return self._shell.checkpoint_states() if state is None else list(state["checkpoints"])
+
+    def agree_on_checkpoints(self, published: bytes | None, *, final: bool) -> None:
+        """See :class:`Roster`. Until the end all take the chief's decisions: ranks may log other values."""
+        if published is not None or self.collectives.real:
+            states = self.published_checkpoints() if published is None else unpickled("the chief", published)
+            self._shell.adopt_checkpoint_states(states, agrees=not final and not self.is_chief)
+        self.publish_chief_state()
 
     def publish_chief_state(self) -> None:
         """Publish what the next chief needs to know. The chief does, at sync points and after it has written a file."""
-        if self.alone or not self._policy.another_chief or self.collectives.phase is Phase.OFFLINE:
+        if self.alone or not self.another_chief or self.collectives.phase is Phase.OFFLINE:
             return
         if self.is_chief:
             self.client.note(_CHIEF_STATE, self._shell.chief_state())
@@ -275,10 +274,11 @@ class FixedFleet(Fleet):
                 f"Worker {self.rank} was replaced, but its new process has unfrozen parameters before its first batch. "
                 "Expected those of the others. Unfreeze them at the same step or epoch after every start of the script."
             )
+        self.collectives.barrier("new layout")
         self._layouts += 1
         self.entry = None
         before, session = self.collectives, self.client.connection.session
-        self._connect(*self.rank_and_size, self._watching, self._layouts, after=session)
+        self._connect(*self.rank_and_size, self._layouts, after=session)
         self._stop()
         self.collectives.waited_s, self.collectives.chief = before.waited_s, before.chief
         self.join()
@@ -366,7 +366,7 @@ class FixedFleet(Fleet):
             self._tell_order(samplers, found.about)
         return found
 
-    def gather_optimizer_states(self, mine: Mapping[str, Any]) -> Mapping[int, Any]:
+    def gather_optimizer_states(self, mine: Mapping[str, object]) -> Mapping[int, object]:
         """All workers' optimizer and scheduler states, for the checkpoint that the chief writes."""
         return self.collectives.gather("gather", "checkpoint", mine, target=self.collectives.chief)
 

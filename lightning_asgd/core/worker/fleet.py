@@ -15,8 +15,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from lightning_asgd.core.algorithms.config import ExchangeConfig
 from lightning_asgd.core.foundation.errors import ConfigurationError, LayoutMismatchError, ProtocolError
+from lightning_asgd.core.foundation.layout import Layout
 from lightning_asgd.core.job import rank_variables, supervisor
 from lightning_asgd.core.job.interruptions import ignoring_children, is_brief
 from lightning_asgd.core.job.registry import kind_of
@@ -40,19 +43,101 @@ _TRACEBACK_LINES = 20
 _REFUSALS = ConfigurationError, LayoutMismatchError, ProtocolError  # of a worker that does not fit the others
 
 
-class Fleet:
-    """One worker's membership in one session, from the strategy's set-up to its teardown.
-
-    It is ``alone`` if no other worker is there or will be. A rejoin or a new layout replaces client and collectives.
-    """
+class Roster:
+    """Who takes part, and what the workers agree on. The defaults are those of a worker that decides by itself."""
 
     comes_and_goes = False
     """Whether workers join and leave. Then each of them reaches sync points by itself."""
 
+    others_may_join = False
+    """Whether a program that is started elsewhere may join."""
+
+    another_chief = False
+    """Whether another worker becomes chief when the chief is gone, and all write a checkpoint together."""
+
     @property
-    def others_may_join(self) -> bool:
-        """Whether a program that is started elsewhere may join."""
-        return self.comes_and_goes
+    def rank_and_size(self) -> tuple[int, int]:
+        """This worker's rank among those that take part, and their number."""
+        return 0, 1
+
+    def join(self) -> None:
+        """Join, and wait until this worker can set up its module."""
+
+    def begin_epoch(self) -> None:
+        """Find out which workers take part in the epoch."""
+
+    def follow_chief(self) -> None:
+        """Apply a change of chief, between two batches and at sync points."""
+
+    def begin_generation(self) -> None:
+        """Move to another layout, together with all others. Raises if workers cannot agree on one."""
+
+    def share_first_values(
+        self, layout: Layout, constants: Mapping[str, Tensor], progress: Callable[[], dict[str, Any] | None]
+    ) -> None:
+        """Provide what a worker needs that joins later; ``progress`` is None at the very beginning."""
+
+    def reference_batch(self, mine: int) -> int:
+        """The batch size in which all workers count progress; ``mine`` is 0 if this worker's is not known."""
+        return mine
+
+    def of_first_worker(self, mine: int, what: str = "batches per step") -> int:
+        """The first worker's value, where all workers call it together; else this worker's own."""
+        return mine
+
+    def all_have(self, data: bytes) -> bool:
+        """Whether all workers have the same training data, named by a digest; empty if a worker has none to share.
+
+        Where workers join and leave, who opens an epoch is checked to have those of the others.
+        """
+        return bool(data)
+
+    def common_order(
+        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
+    ) -> CommonOrder:
+        """The order of an epoch's samples for all workers, of each dataloader; ``mine`` is that of this worker's.
+
+        ``samplers`` are the classes of the program's own. ``unites``: where these divide the samples, all workers share
+        all of them. Workers of a job call it together.
+        """
+        return CommonOrder(mine)
+
+    def gather_optimizer_states(self, mine: Mapping[str, object]) -> Mapping[int, object]:
+        """All workers' optimizer and scheduler states, for the checkpoint that the chief writes, if it has them."""
+        return {}
+
+    def agree_to_stop(self, should_stop: bool, progress: Callable[[], dict[str, Any]]) -> bool:
+        """Whether training ends with this epoch."""
+        return should_stop
+
+    def publish_chief_state(self) -> None:
+        """Publish what the next chief needs to know, if this worker is the chief."""
+
+    def adopt_checkpoints(self) -> None:
+        """Know what the chief has published of its checkpoint files."""
+
+    def agree_on_checkpoints(self, published: bytes | None, *, final: bool) -> None:
+        """At a sync point, know of the chief's files, which it has ``published``; None if it is gone."""
+
+    def end_entries(self) -> None:
+        """Training has ended: no worker can enter any more."""
+
+    def lost_workers(self) -> dict[int, str]:
+        """The workers that are not there at the end of a fit, and why."""
+        return {}
+
+    def refuse_a_split(self, reason: str) -> None:
+        """Raise if the number of workers may change: each is to train its own part of the data."""
+
+    def refuse_a_search(self) -> None:
+        """Raise if others train: this training is a callback's search for a learning rate or batch size."""
+
+
+class Fleet(Roster):
+    """One worker's membership in one session, from the strategy's set-up to its teardown.
+
+    It is ``alone`` if no other worker is there or will be. A rejoin or a new layout replaces client and collectives.
+    """
 
     entry: EntryPoint | None = None
     """Where the others were when this worker joined, if they train already."""
@@ -79,7 +164,7 @@ class Fleet:
         self._looking: threading.Thread | None = None  # for servers in the place of silent ones
         self._told_order = False
 
-    def _connect(self, worker: int, world_size: int, policy: Policy, generation: int = 0, after: str = "") -> None:
+    def _connect(self, worker: int, world_size: int, generation: int = 0, after: str = "") -> None:
         timeouts, transport = self._config.timeouts, self._job.connect()  # which learns the session's name
         connection = Connection(
             transport,
@@ -91,7 +176,7 @@ class Fleet:
             with_last_output=supervisor.with_last_output,
         )
         connection.moving, connection.check = self._job.placed, self._shell.raise_signal
-        self.client = SessionClient(connection, policy=policy, after=after)
+        self.client = SessionClient(connection, policy=self._policy, after=after)
         self.collectives = Collectives(self.client, timeouts.collective_s)
 
     @property
@@ -103,11 +188,6 @@ class Fleet:
     def is_chief(self) -> bool:
         """Whether this worker logs and writes checkpoints."""
         return self.rank == 0
-
-    @property
-    def another_chief(self) -> bool:
-        """Whether another worker becomes chief when the chief is gone, and all write a checkpoint together."""
-        return False
 
     @property
     def session(self) -> str:
@@ -165,19 +245,6 @@ class Fleet:
         tensors.share(self.collectives, steps)
         self.begin_untrained(tensors)
 
-    def end_entries(self) -> None:
-        """Training has ended: no worker can enter any more."""
-
-    def common_order(
-        self, epoch: str, samplers: list[str], mine: list[list[Any]], *, unites: bool = False
-    ) -> CommonOrder:
-        """The order of an epoch's samples for all workers, of each dataloader; ``mine`` is that of this worker's.
-
-        ``samplers`` are the classes of the program's own. ``unites``: where these divide the samples, all workers share
-        all of them. Workers of a job call it together.
-        """
-        raise NotImplementedError
-
     def _tell_order(self, samplers: list[str], what: str) -> None:
         """Say once that the workers' samplers disagree."""
         if not self._told_order:
@@ -195,23 +262,19 @@ class Fleet:
         With other workers it stays an idle member until the next session or the process's end: its collectives still
         reach the others.
         """
-        stays = not self._failed and not self.alone and not self.comes_and_goes
+        stays = False
         try:
-            if self.collectives.phase is Phase.ENTERING:  # the others know nothing of this worker
-                stays = False
-            elif not self._failed:
+            # While it enters, the others know nothing of this worker.
+            if not self._failed and self.collectives.phase is not Phase.ENTERING:
                 self.collectives.phase = Phase.SYNC
                 self.collectives.barrier("teardown")
-        except BaseException:
-            stays = False
-            raise
+                stays = not self.alone and not self.comes_and_goes
         finally:
             if stays:
                 self._stop_restoring()
             else:
                 self._stop()
-        overseer = supervisor.current()
-        if overseer is not None:
+        if (overseer := supervisor.current()) is not None:
             overseer.rest()
         if stays:
             keep_idle(self)
@@ -225,8 +288,7 @@ class Fleet:
             self._failed = True  # send the others nothing any more
             self.client.leave()
         self.collectives.phase = Phase.OFFLINE
-        overseer = supervisor.current()
-        if overseer is not None:
+        if (overseer := supervisor.current()) is not None:
             overseer.on_worker_exit(None)
 
     @ignoring_children()

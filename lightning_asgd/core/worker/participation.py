@@ -21,7 +21,7 @@ from lightning_asgd.core.foundation.numerics import zero_nonfinite
 from lightning_asgd.core.leases.client import DataLeases, Live
 from lightning_asgd.core.protocol import JointReport, SyncReport
 from lightning_asgd.core.worker.collectives import Collectives
-from lightning_asgd.core.worker.fixed_fleet import FixedFleet
+from lightning_asgd.core.worker.fleet import Fleet
 from lightning_asgd.core.worker.module_state import (
     average,
     fixed_tensors,
@@ -35,7 +35,6 @@ from lightning_asgd.core.worker.setup import Start, newly_trainable, set_up, tra
 from lightning_asgd.core.worker.sync_point import synchronize
 from lightning_asgd.core.worker.synchronizer import Synchronizer, Training, run
 from lightning_asgd.core.worker.untrained_state import UntrainedTensors
-from lightning_asgd.elastic.elastic_run import AnyFleet, ElasticFleet
 from lightning_asgd.gain import Gain
 from lightning_asgd.monitor.meter import Meter, Waited
 from lightning_asgd.programs.batch_units import TrainedUnits
@@ -61,7 +60,7 @@ class Participation(Live):
     def __init__(
         self,
         module: Module,
-        membership: AnyFleet,
+        membership: Fleet,
         config: ExchangeConfig,
         units: TrainedUnits,
         *,
@@ -70,7 +69,6 @@ class Participation(Live):
     ) -> None:
         self._module = module
         self.membership = membership
-        self._run = membership if isinstance(membership, ElasticFleet) else None
         self.config, self._units = config, units
         self._gain = Gain(lambda: self._peers, self._summed)
         self._meter: Meter | None = None  # None until metrics are collected
@@ -104,9 +102,7 @@ class Participation(Live):
     @property
     def _peers(self) -> int:
         """How many take part now."""
-        client: SessionClient | None = self.membership.client
-        living = () if client is None else client.heard.living
-        return len(living) or self.workers
+        return len(self.membership.client.heard.living) or self.workers
 
     def _first_progress(self) -> dict[str, Any] | None:
         """Where training begins, for workers that join meanwhile; None at the very beginning."""
@@ -124,13 +120,14 @@ class Participation(Live):
 
     def _set_up(self, versions: list[int] | None, *, again: bool = False) -> Synchronizer:
         """Lay the module out over the servers; the first worker's weights begin at ``versions``, if these are given."""
-        module, membership, run, entry = self._module, self.membership, self._run, self.membership.entry
-        start = Start(versions, fill=True if run is not None else None, again=again)
+        module, membership, entry = self._module, self.membership, self.membership.entry
+        start = Start(versions, fill=True if membership.comes_and_goes else None, again=again)
         if entry is not None:
-            start = replace(start, fill=False, layout=entry.layout, constants=entry.constants if run is None else None)
+            constants = None if membership.comes_and_goes else entry.constants
+            start = replace(start, fill=False, layout=entry.layout, constants=constants)
         synchronizer = self._enter(start)
-        constants = fixed_tensors(module, {spec.name for spec in synchronizer.layout.tensors})
-        membership.share_first_values(synchronizer.layout, constants, self._first_progress)
+        fixed = fixed_tensors(module, {spec.name for spec in synchronizer.layout.tensors})
+        membership.share_first_values(synchronizer.layout, fixed, self._first_progress)
         membership.begin_untrained(self._untrained)
         membership.restore_servers(synchronizer, lambda: self._leases.part)
         self.tables.attach()
@@ -138,8 +135,7 @@ class Participation(Live):
 
     def _enter(self, start: Start) -> Synchronizer:
         """Lay the module out over the servers, and take their weights."""
-        about = self.membership.client, self.membership.collectives, self._module
-        return set_up(*about, self.config, self._training, start)
+        return set_up(self.membership.client, self._collectives, self._module, self.config, self._training, start)
 
     @staticmethod
     def _check_grown(met: JointReport) -> bool:
@@ -160,11 +156,8 @@ class Participation(Live):
         before = self.synchronizer
         if trained:
             average(self._collectives, newly_trainable(self._module, before.layout))
-        if isinstance(self.membership, ElasticFleet):
-            self.membership.refuse_another_layout()
-        self._collectives.barrier("new layout")
-        before.close()
         self.membership.begin_generation()
+        before.close()
         self.synchronizer = self._set_up(list(before.versions), again=True)
         self.synchronizer.stats = before.stats
 
@@ -174,8 +167,7 @@ class Participation(Live):
 
     def _find_period(self, steps: float, warn: Callable[[str], None]) -> None:
         """With ``nsync="restarted"``, set the period for a training in which each worker takes ``steps``."""
-        workers = self.membership.rank_and_size[1]
-        self._period = restarted_nsync(steps, workers, self.optimizers, warn) if self.config.restarted else 0
+        self._period = restarted_nsync(steps, self.workers, self.optimizers, warn) if self.config.restarted else 0
 
     @property
     def _exchanged(self) -> set[str]:
@@ -303,7 +295,7 @@ class Participation(Live):
         """Note which workers and servers were lost during the training."""
         stats, membership = self.synchronizer.stats, self.membership
         stats.servers_replaced = sum(membership.client.connection.restored)
-        if isinstance(membership, FixedFleet) and membership.is_chief:
+        if membership.is_chief:
             stats.lost_workers = membership.lost_workers()
 
     def _collect_samples(self) -> None:

@@ -46,8 +46,8 @@ class Shell:
         """What is known of the checkpoint files that were written."""
         return []
 
-    def adopt_checkpoint_states(self, states: list[Any]) -> None:
-        """Know what another worker knows of the files that it has written."""
+    def adopt_checkpoint_states(self, states: list[Any], *, agrees: bool = False) -> None:
+        """Know what another worker knows of the files that it has written. With ``agrees`` the other one decides."""
 
     def chief_state(self) -> dict[str, Any]:
         """What the next chief needs to know."""
