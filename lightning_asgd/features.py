@@ -57,14 +57,20 @@ SYNCHRONIZERS = {
 
 FINDERS = {
     "algorithm": "algorithms:find",
-    "compression": "compression:find_compression",
+    "chief's state": "replacement.chief:chief_state",
     "combined data": "combined.combined_data:CombinedData",
+    "compression": "compression:find_compression",
     "is streamed": "streams.find:is_streamed",
+    "island": "islands.strategy:become_island",
+    "last checkpoint": "replacement.last_checkpoint:write_last_checkpoint",
     "leases of shards": "streams.server:StreamLeases",
-    "snapshots": "recovery.server:writer_of",
-    "streamed data": "streams.streamed_data:find",
     "measured code": "compression.link_probe:measured_code",
+    "next chief": "replacement.chief:take_over",
+    "program in a task": "engines.pickled_program:program_in_task",
     "run": "elastic.elastic_run:ElasticFleet",
+    "snapshots": "recovery.server:writer_of",
+    "start_method": "launchers.process_launcher:MultiProcessLauncher",
+    "streamed data": "streams.streamed_data:find",
 }
 """What a setting or a message needs, by the name under which the core asks for it."""
 

@@ -18,12 +18,12 @@ from tests.test_architecture import FILES, TREES, imported_modules
 DEBTS = Path(__file__).parent / "data" / "debts.txt"
 # What is above its goal today. The goals are in tests/house.py.
 FIGURES: dict[str, int] = {
-    "imports of features by the core": 45,
+    "imports of features by the core": 40,
     "code lines of the core": 13952,
     "code lines of the largest feature": 2008,
     "code lines of the library": 35215,
     "files of the library": 336,
-    "modules that ASGDStrategy loads": 210,
+    "modules that ASGDStrategy loads": 189,
     "modules that a server loads": 71,
     "branches of 6 central files": 294,
     "lines of a class": 411,

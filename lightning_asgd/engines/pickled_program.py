@@ -25,14 +25,6 @@ from lightning_asgd.core.job import supervisor
 _SCRIPT = str(Path(__file__).with_name("pickled_worker.py"))
 
 
-def is_needed() -> bool:
-    """Whether this process is a worker of Ray's."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return False
-    return bool(ray.get_runtime_context().worker.mode == ray.WORKER_MODE)
-
-
 class PickledTrainer:
     """A Trainer's method for workers to come. Raises a :class:`ConfigurationError` if it cannot be pickled."""
 
@@ -93,3 +85,10 @@ def _precision() -> tuple[str, bool]:
         return torch.get_float32_matmul_precision(), False
     except RuntimeError:
         return torch.backends.cuda.matmul.fp32_precision, True
+
+
+def program_in_task(*program: Any) -> PickledTrainer | None:
+    """The program of a worker of Ray's, whose script cannot be started once more; None in other processes."""
+    ray = sys.modules.get("ray")
+    in_task = ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
+    return PickledTrainer(*program) if in_task else None

@@ -209,8 +209,7 @@ class Recovery(StateRecovery, ServerFeature):
 
     def _whole(self) -> bool:
         """Whether the server has all that a snapshot holds."""
-        state = self._server.state
-        session = state.session
+        state, session = self._server.state, self._server.state.session
         if session is None or self.phase.lost or not session.initialised:
             return False
         return not state.run or session.members.index > 0 or BOOTSTRAPPED in state.registry.metadata

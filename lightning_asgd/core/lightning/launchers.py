@@ -24,7 +24,7 @@ from lightning_asgd.core.job.address import Surroundings
 from lightning_asgd.core.job.training_job import TrainingJob
 from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.class_trees import Extension, is_foreign
-from lightning_asgd.engines import pickled_program
+from lightning_asgd.features import FINDERS, load
 
 
 def surroundings_of(environment: Any, num_nodes: int) -> Surroundings:
@@ -76,9 +76,8 @@ class ScriptLauncher(private_names.ScriptLauncherHooks, Extension):  # type: ign
         self._check(place)
         program = None
         if not place.external and self.num_processes > 1:
-            if pickled_program.is_needed():
-                program = pickled_program.PickledTrainer(trainer, function, args, kwargs)
-            else:
+            program = load(FINDERS["program in a task"])(trainer, function, args, kwargs)
+            if program is None:
                 _check_script()
         try:
             self.job.begin(place, self.tree.say, is_main=place.rank == 0)

@@ -36,8 +36,6 @@ from lightning_asgd.core.worker.metrics_board import MetricsBoard
 from lightning_asgd.core.worker.module_state import fixed_tensors, make_identical, persistent_buffers
 from lightning_asgd.engines.signals import HeedsInValidation, defer_requeueing, heed_engine
 from lightning_asgd.features import FINDERS, load
-from lightning_asgd.islands.strategy import become_island
-from lightning_asgd.launchers.process_launcher import MultiProcessLauncher
 from lightning_asgd.programs.batch_units import counter_of
 from lightning_asgd.world import ranks as world
 from lightning_asgd.world.metric_sync import synchronise_metrics
@@ -152,7 +150,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if self.options.island is None:
             super()._become(tree, accelerator)
         else:
-            become_island(self, tree, accelerator)
+            load(FINDERS["island"])(self, tree, accelerator)
 
     # Of the present session, from set-up to teardown.
     _membership: Fleet | None = None
@@ -183,7 +181,7 @@ class ASGDStrategy(HeedsInValidation, WorkerPlace, StrategyExtension, Extension)
         if start_method == "popen":
             launcher = self.tree.derive(ScriptLauncher, "ScriptLauncher")
             return launcher(self._job, self.cluster_environment, self.num_processes, self.num_nodes)
-        launcher = self.tree.derive(MultiProcessLauncher, "MultiProcessLauncher")
+        launcher = self.tree.derive(load(FINDERS["start_method"]), "MultiProcessLauncher")
         return launcher(self._job, self, start_method, self.options.policy)
 
     def check_trainer(self, trainer: Any) -> None:

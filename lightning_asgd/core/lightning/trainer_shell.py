@@ -9,8 +9,7 @@ from lightning_asgd.core.lightning import private_names
 from lightning_asgd.core.lightning.checkpointing import adopt_checkpoint_states, checkpoint_states
 from lightning_asgd.core.lightning.class_trees import become_global_zero
 from lightning_asgd.core.worker.shell import Shell
-from lightning_asgd.replacement.chief import chief_state, take_over
-from lightning_asgd.replacement.last_checkpoint import write_last_checkpoint
+from lightning_asgd.features import FINDERS, load
 
 
 class TrainerShell(Shell):
@@ -52,12 +51,12 @@ class TrainerShell(Shell):
 
     def chief_state(self) -> dict[str, Any]:
         """What the callbacks know of their files, and the loggers' runs."""
-        return chief_state(self._trainer)
+        return dict(load(FINDERS["chief's state"])(self._trainer))
 
     def take_over(self, worker: int, before: int, versions: Sequence[Any]) -> None:
         """Begin to log on this worker."""
-        take_over(self._trainer, worker, before, versions)
+        load(FINDERS["next chief"])(self._trainer, worker, before, versions)
 
     def write_last_checkpoint(self, worker: int, *, main: bool) -> None:
         """Write a checkpoint that ``Trainer.fit(ckpt_path=...)`` can load."""
-        write_last_checkpoint(self._trainer, worker, main=main)
+        load(FINDERS["last checkpoint"])(self._trainer, worker, main=main)
